@@ -247,7 +247,7 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir):
         {"prompt": [system, user], "image": example.images[0]}
         for user, example in zip(users, examples, strict=True)
     ]
-    eos = model.config.eos_token_id or tokenizer.eos_token_id
+    eos = tokenizer.eos_token_id
     settings = trl.GRPOConfig(
         output_dir=str(workdir),
         per_device_train_batch_size=args.rows_per_device,

@@ -5,8 +5,8 @@ response, the suffix. One softmax runs over both.
 
 "xla" computes the scores of all slots and masks them. The TPU and GPU kernels read only blocks with
 a visible slot: a suffix is allocated for the longest response, and most rows are far from it. For
-TPUs see `cached_tpu`. GPUs compute prefix and suffix separately, as in flash decoding, and average
-the two outputs by their log-sum-exps.
+TPUs see `cached_tpu`. GPUs compute pieces of a prefix or suffix separately, as in flash decoding,
+so that few long ones occupy all of the GPU, and average the outputs by their log-sum-exps.
 
 Letters: B prompts, R rows of each, T new tokens of a row, P slots of a prefix, S slots of a suffix,
 K kv heads, G query heads per kv head, H head dim. A part has O owners (prompts or rows), each with
@@ -31,6 +31,7 @@ from models.attention.kernels import MASKED, BlockPairs, block_pairs
 from models.attention.packed import XLA, AttentionImpl, matmul, split_heads
 
 _GPU_BLOCK = 64  # slots per block
+_GPU_PIECE = 4  # blocks that one program reads
 # Of a prefix and of a suffix: the more query rows a block has, the more it takes to hide its copy.
 _TPU_BLOCKS, _TPU_TILE = (256, 128), 128
 
@@ -149,23 +150,23 @@ def _attend_tpu(q, prefix, suffix, mask: CacheMask):
 
 
 def _attend_gpu(q, prefix, suffix, mask: CacheMask):
-    """Attention over prefix and suffix, averaged by their log-sum-exps."""
+    """Attention over the pieces of prefix and suffix, averaged by their log-sum-exps."""
     B, R, K, G, H = q.shape
     assert isinstance(mask.prefix_blocks, BlockPairs) and isinstance(mask.suffix_blocks, BlockPairs)
-
-    def by_row(a):
-        return a.reshape(B * R, *a.shape[2:])
-
-    k, v = suffix
-    of_row, row_lse = _run_gpu(by_row(q), k, v, mask.suffix, mask.suffix_blocks, mask.impl)
     by_prompt = q.swapaxes(1, 2).reshape(B, K, R * G, H)
-    k, v = prefix
-    of_prompt = _run_gpu(by_prompt, k, v, mask.prefix, mask.prefix_blocks, mask.impl)
-    shared, shared_lse = (
-        by_row(a.reshape(B, K, R, G, a.shape[-1]).swapaxes(1, 2)) for a in of_prompt
+    of_prompt = _run_gpu(by_prompt, *prefix, mask.prefix, mask.prefix_blocks, mask.impl)
+    of_row = _run_gpu(
+        q.reshape(B * R, K, G, H), *suffix, mask.suffix, mask.suffix_blocks, mask.impl
     )
-    share = jax.nn.sigmoid(shared_lse - row_lse)
-    return share * shared + (1 - share) * of_row
+    # [pieces, B, R, K, G, H or 1]
+    shared = [a.reshape(-1, B, K, R, G, a.shape[-1]).swapaxes(2, 3) for a in of_prompt]
+    own = [a.reshape(-1, B, R, K, G, a.shape[-1]) for a in of_row]
+    top = jnp.maximum(shared[1].max(0), own[1].max(0))
+    weights = [jnp.exp(lse - top) for _, lse in (shared, own)]
+    total = sum(each.sum(0) for each in weights)
+    pairs = zip(weights, (shared, own), strict=True)
+    out = sum((share * out).sum(0) for share, (out, _) in pairs) / total
+    return out.reshape(B * R, K, G, H)
 
 
 def slots_per_block(num_slots: int, impl: AttentionImpl, is_prefix: bool) -> int:
@@ -202,13 +203,16 @@ def _visit(sums, q, k, v, is_seen, scale: float):
 
 
 def _run_gpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
-    """One program per owner and kv head, which loops over the owner's blocks.
+    """One program per owner, kv head and piece of at most `_GPU_PIECE` of the owner's blocks.
 
-    Triton array sizes are powers of two; entries beyond the true sizes are masked.
+    Returns the outputs [N, O, K, M, H] and log-sum-exps [N, O, K, M, 1] of the N pieces; the
+    log-sum-exp of an empty piece is -inf. Triton array sizes are powers of two; entries beyond the
+    true sizes are masked.
     """
     O, K, M, H = q.shape
     num_slots = k.shape[-1]
     block = impl.key_block or _GPU_BLOCK
+    num_pieces = -(-num_slots // (block * _GPU_PIECE))
     rows, dim = max(pl.next_power_of_2(M), _LEAST), max(pl.next_power_of_2(H), _LEAST)
 
     def body(starts, others, q, k, v, is_seen, out, lse):
@@ -225,29 +229,30 @@ def _run_gpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
             return _visit(sums, queries, keys, values, seen[None] != 0, H**-0.5)
 
         sums = tuple(map(jnp.full, ((rows, dim), (rows, 1), (rows, 1)), _INITIAL))
-        sums = lax.fori_loop(starts[owner], starts[owner + 1], step, sums)
-        acc, top, total = sums
-        plgpu.store(out, acc / total, mask=is_row & is_dim[None])
+        start = starts[owner] + pl.program_id(2) * _GPU_PIECE
+        stop = jnp.minimum(start + _GPU_PIECE, starts[owner + 1])
+        acc, top, total = lax.fori_loop(start, stop, step, sums)
+        plgpu.store(out, acc / jnp.where(total > 0, total, 1), mask=is_row & is_dim[None])
         plgpu.store(lse, top + jnp.log(total), mask=is_row)
 
     def spec(*shape):
-        return pl.BlockSpec((None, None, *shape), lambda owner, head: (owner, head, 0, 0))
+        return pl.BlockSpec((None, None, *shape), lambda owner, head, piece: (owner, head, 0, 0))
 
-    lists = [pl.BlockSpec(a.shape, lambda owner, head: (0,)) for a in (pairs.starts, pairs.others)]
-    seen = pl.BlockSpec((None, num_slots), lambda owner, head: (owner, 0))
+    def of_piece(*shape):
+        index = lambda owner, head, piece: (piece, owner, head, 0, 0)  # noqa: E731
+        return pl.BlockSpec((None, None, None, *shape), index)
+
+    lists = [pl.BlockSpec(a.shape, lambda *_: (0,)) for a in (pairs.starts, pairs.others)]
+    seen = pl.BlockSpec((None, num_slots), lambda owner, head, piece: (owner, 0))
     return pl.pallas_call(
         body,
-        _output_shapes(q),
-        grid=(O, K),
+        [jax.ShapeDtypeStruct((num_pieces, O, K, M, size), jnp.float32) for size in (H, 1)],
+        grid=(O, K, num_pieces),
         in_specs=[*lists, spec(rows, dim), spec(dim, num_slots), spec(num_slots, dim), seen],
-        out_specs=[spec(rows, dim), spec(rows, 1)],
+        out_specs=[of_piece(rows, dim), of_piece(rows, 1)],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=impl.interpret,
     )(pairs.starts, pairs.others, q, k, v, is_seen.astype(jnp.int32))
-
-
-def _output_shapes(q):
-    return [jax.ShapeDtypeStruct((*q.shape[:3], size), jnp.float32) for size in (q.shape[3], 1)]
 
 
 _INITIAL = 0.0, MASKED, 0.0  # of the output, the largest score and the sum of weights

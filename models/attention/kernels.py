@@ -277,16 +277,15 @@ def _run_gpu(
 ) -> Sequence[Array]:
     """One program per owner and query head, which loops over the owner's pairs.
 
-    If key blocks are the owners, one program per owner and kv head. If query blocks are, scores are
-    [rows, keys], which moves less data between threads. Head dims are padded to a power of two on
-    load.
+    Gradients of keys and values are summed over a kv head's query heads afterwards: all responses
+    see a prompt's keys, and a program that visited every head would outlast the others. If query
+    blocks are the owners, scores are [rows, keys], which moves less data between threads. Head dims
+    are padded to a power of two on load.
     """
     (walk,) = walks
     sides = walk.inputs
     num_tokens, num_heads, head_dim = arrays[0].shape
-    num_kv_heads = arrays[1].shape[1]
-    G = num_heads // num_kv_heads
-    group = G if walk.by_key else 1  # query heads per program
+    G = num_heads // arrays[1].shape[1]
     pair = dataclasses.replace(pair, head_dim=pl.next_power_of_2(head_dim), transposed=walk.by_key)
 
     def body(starts, others, *refs):
@@ -294,19 +293,18 @@ def _run_gpu(
         inputs, outputs = refs[: len(sides)], refs[len(sides) :]
         is_head = jnp.arange(pair.head_dim)[None] < head_dim
 
-        def load(side, ref, block, g):
+        def load(side, ref, block):
             tokens = pl.ds(block * pair.size(side), pair.size(side))
             if side == "b":
                 return tuple(ref[tokens, jnp.int32(n)][:, None] for n in range(2))
             if side == "l":
-                return ref[g, tokens][None]
-            head = ref.at[tokens, g if side == "q" else jnp.int32(0)]
-            return plgpu.load(head, mask=is_head, other=0.0)
+                return ref[tokens][None]
+            return plgpu.load(ref.at[tokens], mask=is_head, other=0.0)
 
         def step(n, sums):
-            other, g = others[n // group], n % group
+            other = others[n]
             blocks = [
-                fixed[m] if m in fixed else load(side, inputs[m], other, g)
+                fixed[m] if m in fixed else load(side, inputs[m], other)
                 for m, side in enumerate(sides)
             ]
             return tuple(walk.visit(sums, blocks, other if walk.by_key else owner, pair))
@@ -316,9 +314,9 @@ def _run_gpu(
             return jnp.full(pair.block(side)[:: -1 if is_turned else 1], value)
 
         owned = ((m, side) for m, side in enumerate(sides) if (side in OF_KEYS) == walk.by_key)
-        fixed = {m: load(side, inputs[m], owner, jnp.int32(0)) for m, side in owned}
+        fixed = {m: load(side, inputs[m], owner) for m, side in owned}
         sums = tuple(map(initial, walk.sums, walk.initial))
-        sums = lax.fori_loop(group * starts[owner], group * starts[owner + 1], step, sums)
+        sums = lax.fori_loop(starts[owner], starts[owner + 1], step, sums)
         for side, ref, a in zip(walk.outputs, outputs, walk.finish(sums, pair), strict=True):
             if side == "l":
                 ref[...] = a[0]
@@ -329,9 +327,8 @@ def _run_gpu(
         if side == "b":
             return pl.BlockSpec((num_tokens, 2), lambda owner, head: (0, 0))
         if side == "l":
-            return pl.BlockSpec((group, num_tokens), lambda owner, head: (head, 0))
-        heads, per_head = (group, 1) if side == "q" else (1, 1 if walk.by_key else G)
-        shape = num_tokens, heads, pair.head_dim
+            return pl.BlockSpec((None, num_tokens), lambda owner, head: (head, 0))
+        shape, per_head = (num_tokens, None, pair.head_dim), 1 if side == "q" else G
         return pl.BlockSpec(shape, lambda owner, head: (0, head // per_head, 0))
 
     def owned_block(side):
@@ -343,15 +340,23 @@ def _run_gpu(
     # Two stages of float32 exceed the 99 KiB of shared memory of compute capability 8.6 and 8.9.
     num_stages = 1 if arrays[0].dtype.itemsize > 2 else 2
     lists = [pl.BlockSpec(a.shape, lambda owner, head: (0,)) for a in (pairs.starts, pairs.others)]
-    return pl.pallas_call(
+    shapes = _output_shapes(walk, arrays, (num_heads, num_tokens))
+    is_summed = walk.by_key and G > 1
+    outputs = pl.pallas_call(
         body,
-        _output_shapes(walk, arrays, (num_heads, num_tokens)),
-        grid=(len(pairs.starts) - 1, num_kv_heads if walk.by_key else num_heads),
+        [jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)] * 2 if is_summed else shapes,
+        grid=(len(pairs.starts) - 1, num_heads),
         in_specs=[*lists, *map(whole, sides)],
         out_specs=list(map(owned_block, walk.outputs)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=num_stages),
         interpret=interpret,
     )(pairs.starts, pairs.others, *arrays)
+    if not is_summed:
+        return outputs
+    return [
+        a.reshape(num_tokens, -1, G, head_dim).sum(2).astype(shape.dtype)
+        for a, shape in zip(outputs, shapes, strict=True)
+    ]
 
 
 def _output_shapes(walk: Walk, arrays: Sequence[Array], lse_shape: tuple[int, ...]):

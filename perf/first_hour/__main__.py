@@ -10,7 +10,8 @@
     demo             configs/tiny.py, 30 steps of RL: its metrics beside those of a CPU
     decode_3b        prefill and decode steps with random weights, with and without the kernel, and
                      a trace of them, summed by kernel
-    update_3b        scoring and update, and peak memory beside what `care_jax.aot` predicts
+    update_3b        scoring and update, their trace, and peak memory beside what `care_jax.aot`
+                     predicts
     update_7b        the same; on one GPU it trains LoRA
     trl              `perf.step`: a GRPO step of 107M parameters against TRL's
     smollm           a cold start and RL of SmolLM2-135M on word problems
@@ -19,7 +20,8 @@ Each step is a process with a time limit. A step that fails, hangs or finds a li
 line of the results, and the next step begins. Results go to `--out`/<device>-<date> as they are
 measured: results.jsonl (a line per row), results.md (tables, rewritten after every step) and
 log.txt (what the steps printed). A later call of that day adds to them; the tables have the last
-measurement of each step.
+measurement of each step. Compiled programs are kept, as those of a run are, so that a step that
+was killed while it compiled gets further when it is called again.
 
 With --small shapes are tiny and a CPU will do, to try this program. The exit status is 1 if a step
 failed, 2 if there is no accelerator.
@@ -44,6 +46,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from care_jax.devices.compilation import keep_programs
 from perf.first_hour import tables
 from perf.first_hour.parts import one_line
 
@@ -158,6 +161,7 @@ def _run(command: list[str], log: pathlib.Path, limit: float) -> str | None:
 
 def measure(name: str, results: Results, *, is_small: bool, until: float) -> None:
     """Measures a step in this process."""
+    keep_programs()
     step = STEPS[name]
     module = importlib.import_module(f"perf.first_hour.{step.module}")
     rows: Iterator[dict[str, Any]] = module.measure(*step.arguments, is_small=is_small, until=until)

@@ -5,12 +5,9 @@ Programs, queue and arrays are those of a run; every response has its drawn leng
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import pathlib
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,30 +22,28 @@ from care_jax.rl.rollout import compile_decoder, rollout_sizes
 from care_jax.run.run import Run, compile_to_decode_layout
 from models.attention.packed import AttentionImpl
 from models.backbone import Params
-from perf.first_hour import backbone
+from perf.first_hour import backbone, tracing
 from perf.first_hour.parts import Compilations, Timed, attempt
 
 TRACED_MEAN = 12.0  # tokens of a response in the trace: about a hundred decode steps
-NUM_KERNELS = 20  # rows of the trace
-# Lines of a device's trace that hold its kernels or operations, by the beginning of their names.
-_LINES = {"gpu": "Stream", "tpu": "XLA Ops", "cpu": "tf_XLA"}
 
 
 def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
-    """Rows of prefill and decode, by attention and case; then the kernels of a trace."""
-    compilations = Compilations()
-    for attention in ("auto", "xla"):
-        run = backbone.open_backbone(name, is_small=is_small, attention=attention, lora_rank=0)
-        labels = {"attention": attention_of(run).name}
-        programs = programs_of(run)
-        params = compile_to_decode_layout(run)(backbone.random_params(run))
-        for case, mean in backbone.cases(is_small).items():
+    """Rows of prefill and decode, by case and attention, and of the kernels of a trace."""
+    compilations, params = Compilations(), None
+    for case, mean in backbone.cases(is_small).items():
+        for attention in ("auto", "xla"):
+            run = backbone.open_backbone(name, is_small=is_small, attention=attention, lora_rank=0)
+            if params is None:
+                params = compile_to_decode_layout(run)(backbone.random_params(run))
+            labels = {"attention": attention_of(run).name}
+            programs = programs_of(run)
             part = functools.partial(decode, run, programs, params, mean, compilations)
             yield from attempt({**labels, "case": case}, part, until, compilations)
-        if attention == "auto":
-            traced = functools.partial(trace, run, programs, params, TRACED_MEAN)
-            yield from attempt({**labels, "case": "trace"}, traced, until)
-        del params
+            if mean is not None and attention == "auto":
+                part = functools.partial(decode, run, programs, params, TRACED_MEAN, compilations)
+                traced = functools.partial(tracing.trace, part)
+                yield from attempt({**labels, "case": "trace"}, traced, until)
 
 
 def attention_of(run: Run) -> AttentionImpl:
@@ -92,49 +87,3 @@ def decode(
     prefill = admit.row("prefill", prefills, prompt_tokens)
     decode = advance.row("decode", steps, [call.num_tokens for call in schedule.calls])
     return [prefill, decode | {"num_steps": schedule.num_steps}]
-
-
-def trace(run: Run, programs: DecodePrograms, params: Params, mean: float) -> list[dict[str, Any]]:
-    """Rows of the kernels that took the most time in a short decode, prefills included."""
-    unused = Compilations()
-    decode(run, programs, params, mean, unused)  # compiles
-    with tempfile.TemporaryDirectory() as folder:
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        with jax.profiler.trace(folder, profiler_options=options):
-            decode(run, programs, params, mean, unused)
-        [path] = pathlib.Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        return by_kernel(planes, jax.local_devices()[0].platform)
-
-
-def by_kernel(planes: Iterable[Any], platform: str) -> list[dict[str, Any]]:
-    """Calls and seconds of kernels of the same name on the first device, most time first.
-
-    `planes` are those of `jax.profiler.ProfileData`. The last row has all other kernels.
-    """
-    seconds, calls = collections.Counter(), collections.Counter()
-    for plane in planes:
-        if not plane.name.startswith("/host:CPU" if platform == "cpu" else "/device:"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith(_LINES[platform]):
-                continue
-            for event in line.events:
-                if event.duration_ns and not event.name.startswith(("end: ", "Threadpool")):
-                    seconds[event.name] += event.duration_ns / 1e9
-                    calls[event.name] += 1
-        if seconds:
-            break
-    if not seconds:
-        raise ValueError(f"the trace has no events of {platform} kernels")
-    total, shown = sum(seconds.values()), seconds.most_common(NUM_KERNELS)
-    rest = total - sum(each for _, each in shown), sum(calls.values())
-    num_rest = rest[1] - sum(calls[name] for name, _ in shown)
-    rows = [(name, each, calls[name]) for name, each in shown]
-    if num_rest:
-        rows.append((f"{len(seconds) - len(shown)} others", rest[0], num_rest))
-    return [
-        {"kernel": name, "seconds": each, "calls": number, "share": each / total}
-        for name, each, number in rows
-    ]

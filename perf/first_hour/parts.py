@@ -13,16 +13,18 @@ from care_jax.aot.roofline import Work
 
 
 class Compilations:
-    """Counts compiled programs, and the seconds of tracing and compiling."""
+    """Counts compiled programs, and the seconds of tracing and compiling; prints the long ones."""
 
     def __init__(self) -> None:
         self.number, self.seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
-    def _add(self, event: str, seconds: float, **_) -> None:
+    def _add(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
         if event.startswith("/jax/core/compile/"):
             self.seconds += seconds
             self.number += event.endswith("backend_compile_duration")
+            if seconds > 1:
+                print(f"{fun_name}: {seconds:.1f} s of {event.rpartition('/')[2]}", flush=True)
 
 
 class Timed:

@@ -105,17 +105,22 @@ _WORK = ["seconds", "tokens/s", "of matmuls", "of copies", "peak GiB", "compiled
 
 def _decoding(rows: Sequence[Row], rates: Row) -> list[str]:
     cells = [["attention", "case", "part", "calls", *_WORK]]
-    kernels = [["kernel", "attention", "ms", "calls", "share"]]
     for row in rows:
-        labels = [row["attention"], row["case"]]
+        if "part" in row:
+            labels = row["attention"], row["case"], row["part"], str(row["calls"])
+            cells.append([*labels, *_work(row, rates)])
+    return [*(markdown(cells) if len(cells) > 1 else ()), *_trace(rows)]
+
+
+def _trace(rows: Sequence[Row]) -> list[str]:
+    """The rows of `tracing.by_kernel` among these, after an empty line."""
+    cells = [["kernel", "ms", "calls", "share"]]
+    for row in rows:
         if "kernel" in row:
             name = f"`{row['kernel'][:80]}`" if "`" not in row["kernel"] else row["kernel"][:80]
             own = f"{1e3 * row['seconds']:.2f}", str(row["calls"]), f"{row['share']:.1%}"
-            kernels.append([name.replace("|", "/"), row["attention"], *own])
-        else:
-            cells.append([*labels, row["part"], str(row["calls"]), *_work(row, rates)])
-    tables = [markdown(table) for table in (cells, kernels) if len(table) > 1]
-    return [line for table in tables for line in (*table, "")][:-1]
+            cells.append([name.replace("|", "/"), *own])
+    return ["", *markdown(cells)] if len(cells) > 1 else []
 
 
 def _updating(rows: Sequence[Row], rates: Row) -> list[str]:
@@ -133,7 +138,7 @@ def _updating(rows: Sequence[Row], rates: Row) -> list[str]:
             of_aot = f"{reached / GIB:.1f}" if reached else ""
             labels = row["part"], row["case"], str(row["calls"])
             cells.append([*labels, *_work(row, rates), of_aot])
-    return [*lines, *markdown(cells)]
+    return [*lines, *markdown(cells), *_trace(rows)]
 
 
 _TABLES: dict[str, Callable[[Sequence[Row], Row], list[str]]] = {

@@ -29,7 +29,7 @@ from care_jax.rl.update_batch import copy_reference
 from care_jax.run.run import Run, make_adamw, start_state
 from care_jax.stages.rl import compile_update
 from models import lora
-from perf.first_hour import backbone
+from perf.first_hour import backbone, tracing
 from perf.first_hour.parts import Compilations, Timed, attempt
 
 # TPU topologies of one host, by its number of chips.
@@ -38,7 +38,7 @@ _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite":
 
 
 def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
-    """Rows of what is trained, of scoring and update by case, and of the predicted memory."""
+    """Rows of what is trained, of scoring and updates, of a trace, and of the predicted memory."""
     num_bytes, devices = backbone.total_bytes(), jax.local_devices()
     topology = "h100:1" if is_small else topology_of(devices[0].device_kind, len(devices))
     predicting = _start_prediction(name, num_bytes, topology, is_small) if topology else None
@@ -49,10 +49,13 @@ def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, An
             "parameters": sum(x.size for x in jax.tree.leaves(update.state.params)),
             "lora_rank": run.config.model.lora_rank,
         }
-        for part, measured in (("score", update.score), ("update", update.update)):
-            for case, mean in backbone.cases(is_small).items():
+        for case, mean in backbone.cases(is_small).items():
+            for part, measured in (("score", update.score), ("update", update.update)):
                 work = functools.partial(measured, mean)
                 yield from attempt({"part": part, "case": case}, work, until, compilations)
+            if mean is not None:
+                traced = functools.partial(tracing.trace, functools.partial(update.update, mean))
+                yield from attempt({"case": "trace"}, traced, until)
         if predicting:
             predicted = functools.partial(_predicted, predicting, until)
             yield from attempt({"predicted for": topology}, predicted, until)

@@ -16,7 +16,17 @@ from care_jax.devices import flops, sharding
 from care_jax.run.run import compile_to_decode_layout, open_run
 from models.attention.packed import AttentionImpl
 from perf.first_hour import __main__ as first_hour
-from perf.first_hour import backbone, decoding, demo, kernels, parts, rates, tables, updating
+from perf.first_hour import (
+    backbone,
+    decoding,
+    demo,
+    kernels,
+    parts,
+    rates,
+    tables,
+    tracing,
+    updating,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -202,11 +212,11 @@ def test_kernels_of_a_trace_are_summed_by_name():
     ]
     host = Line("/host:CPU", ())
     host.lines = [Line("python", [("call", 1e9)])]
-    rows = decoding.by_kernel([host, plane], "gpu")
+    rows = tracing.by_kernel([host, plane], "gpu")
     assert [(row["kernel"], row["calls"]) for row in rows] == [("gemm", 2), ("copy", 1)]
     assert rows[0]["seconds"] == pytest.approx(6e-3) and rows[0]["share"] == pytest.approx(6 / 7)
     with pytest.raises(ValueError, match="no events of tpu kernels"):
-        decoding.by_kernel([host], "tpu")
+        tracing.by_kernel([host], "tpu")
 
 
 def test_metrics_of_both_runs_stand_side_by_side():
