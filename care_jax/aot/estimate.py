@@ -32,6 +32,7 @@ from care_jax.aot.gpu_kernels import Peaks, kernels_of
 from care_jax.aot.kernel_prices import (
     BANDWIDTH_SHARE,
     DECODE_KERNEL,
+    GPU_DECODE_SHARE,
     GPU_KERNEL_SHARE,
     KERNEL_SHARE,
     decode_attention,
@@ -60,8 +61,10 @@ _LINK_SHARE = 0.9  # of the published bandwidth between the chips of a topology,
 _NVLINK_SHARE = 0.67  # the same on GPUs
 _LATENCY = 5e-6  # seconds of a synchronous collective of no bytes
 _GATHER_SHARE = 0.5  # of the bandwidth of HBM, on TPUs
-_PRODUCT_SHARE = 0.6  # of a GPU's peak, what its products reach
-_LAUNCH = 3e-6  # seconds between two launches of a GPU's kernels
+# Measured on an H100 (docs/results/h100.md): what products reach of the peak, and what the
+# smallest kernels of a decode step take.
+_PRODUCT_SHARE = 0.75
+_LAUNCH = 5e-6
 _HOST_CALL = 4e-3  # seconds between two calls of a decode program
 # Bytes per second between a chip and the memory of its host, each way; GPUs have PCIe 4 or 5.
 _HOST_BANDWIDTH, _PCIE = 10e9, 25e9
@@ -300,7 +303,9 @@ def rows(result: Estimate) -> list[list[str]]:
 def assumptions(result: Estimate) -> list[str]:
     """What the estimate is made of, for people."""
     rates, peaks = result.rates, result.peaks
-    shares = ", ".join(f"{share:.0%}" for share in KERNEL_SHARE.values())
+    of_walks = (GPU_KERNEL_SHARE if peaks else KERNEL_SHARE).values()
+    shares = ", ".join(f"{share:.0%}" for share in of_walks)
+    kernels = f"  kernels: {shares} of the peak (forward, gradient of queries, of keys and values)"
     start = "An estimate, not a measurement. Compute is "
     depths = f"of a program of {_DEPTHS[0]} and {_DEPTHS[1]} decoder layers, extrapolated"
     lines = [
@@ -315,15 +320,13 @@ def assumptions(result: Estimate) -> list[str]:
             f"{peaks.bandwidth / 1e9:.0f} GB/s, whichever takes longer, of every kernel {depths}. "
             "Priced by hand:",
             *lines,
-            f"  latency: at least {peaks.launch * 1e6:g} µs for a kernel, which a captured graph "
-            "would save",
-            f"  kernels: attention at {GPU_KERNEL_SHARE:.0%} of the peak; in decoding its bytes",
+            f"  latency: at least {peaks.launch * 1e6:g} µs for a kernel",
+            f"{kernels}; in decoding {GPU_DECODE_SHARE:.0%} of the bandwidth",
         ]
     return [
         f"{start}the compiler's cycles {depths}, at {rates.clock / 1e9:.4g} GHz. Priced by hand:",
         *lines,
-        f"  kernels: {shares} of the peak (forward, gradient of queries, of keys and values); in "
-        f"decoding {BANDWIDTH_SHARE:.0%} of the bandwidth for the blocks of the KV caches, "
-        f"and {DECODE_KERNEL * 1e6:g} µs",
+        f"{kernels}; in decoding {BANDWIDTH_SHARE:.0%} of the bandwidth for the blocks of the KV "
+        f"caches, and {DECODE_KERNEL * 1e6:g} µs",
         f"  gathers: read and written at {rates.gather / 1e9:.0f} GB/s",
     ]

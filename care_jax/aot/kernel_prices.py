@@ -35,8 +35,10 @@ DECODE_KERNEL = 2e-6  # seconds of a TPU before the first block arrives, and aft
 # Share of the peak of an attention kernel, from the bundles that the compiler schedules for a pair
 # of blocks of 896 query rows and 512 keys with head dim 128: 3040, 3000 and 3930 cycles.
 KERNEL_SHARE = {FORWARD: 0.59, DQ: 0.90, DKV: 0.91}
-GPU_KERNEL_SHARE = 0.4  # of a GPU's peak, by hand
+# Measured on an H100 (docs/results/h100.md), the last by hand: as the walk before it.
+GPU_KERNEL_SHARE = {FORWARD: 0.24, DQ: 0.34, DKV: 0.34}
 BANDWIDTH_SHARE = 0.85  # of any chip's, by hand: what kernels reach that wait for memory
+GPU_DECODE_SHARE = 0.4  # of a GPU's bandwidth, in decoding: measured while others used the GPU too
 _LANES = 128  # a head dim is padded to a multiple
 _ARRAY = re.compile(r"\b[a-z]+\d+\[([\d,]+)\]")
 
@@ -76,12 +78,10 @@ def kernel_prices(
             first, *others = ([int(n) for n in each.split(",")] for each in _ARRAY.findall(results))
             walk = DQ if not others else DKV if others == [first] else FORWARD
             head_dim = math.ceil(first[-1] / _LANES) * _LANES
-            # [kv heads, query rows or keys, head dim], on GPUs [tokens, heads, head dim].
-            heads = first[1] if is_gpu else first[0]
-            if part == "decoder" and not (is_gpu and walk is not DKV):
-                heads *= group  # of the queries
+            # [kv heads, query rows or keys, head dim], on GPUs [tokens, query heads, head dim].
+            heads = first[1] if is_gpu else first[0] * (group if part == "decoder" else 1)
             flops = 2 * walk.num_products * pairs.get(part, 0.0) * head_dim * heads * num_rows
-            return flops / ((GPU_KERNEL_SHARE if is_gpu else KERNEL_SHARE[walk]) * chip.flops)
+            return flops / ((GPU_KERNEL_SHARE if is_gpu else KERNEL_SHARE)[walk] * chip.flops)
 
         return price
 
@@ -168,5 +168,6 @@ def decode_attention(run: Run, call: Call, sizes: Sizes, chip: Chip) -> float:
     positions = sum(workload.positions_read(call, sizes, impl))
     kv_heads = max(text.num_kv_heads / layout.product_parts, 1)
     num_bytes = positions * 2 * kv_heads * text.head_dim * layout.itemsize / layout.batch_parts
-    reading = num_bytes / max(call.num_steps, 1) / (BANDWIDTH_SHARE * chip.hbm_bandwidth)
+    share = GPU_DECODE_SHARE if impl.name == "gpu" else BANDWIDTH_SHARE
+    reading = num_bytes / max(call.num_steps, 1) / (share * chip.hbm_bandwidth)
     return reading + (DECODE_KERNEL if impl.name == "tpu" else 0.0)

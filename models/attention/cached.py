@@ -159,13 +159,11 @@ def _attend_gpu(q, prefix, suffix, mask: CacheMask):
         q.reshape(B * R, K, G, H), *suffix, mask.suffix, mask.suffix_blocks, mask.impl
     )
     # [pieces, B, R, K, G, H or 1]
-    shared = [a.reshape(-1, B, K, R, G, a.shape[-1]).swapaxes(2, 3) for a in of_prompt]
-    own = [a.reshape(-1, B, R, K, G, a.shape[-1]) for a in of_row]
-    top = jnp.maximum(shared[1].max(0), own[1].max(0))
-    weights = [jnp.exp(lse - top) for _, lse in (shared, own)]
-    total = sum(each.sum(0) for each in weights)
-    pairs = zip(weights, (shared, own), strict=True)
-    out = sum((share * out).sum(0) for share, (out, _) in pairs) / total
+    shared, shared_lse = (a.reshape(-1, B, K, R, G, a.shape[-1]).swapaxes(2, 3) for a in of_prompt)
+    own, own_lse = (a.reshape(-1, B, R, K, G, a.shape[-1]) for a in of_row)
+    weights = jax.nn.softmax(jnp.concatenate([shared_lse, own_lse]), axis=0)
+    of_shared, of_own = jnp.split(weights, [len(shared)])
+    out = (of_shared * shared).sum(0) + (of_own * own).sum(0)
     return out.reshape(B * R, K, G, H)
 
 
