@@ -226,6 +226,8 @@ def run_main() -> None:
 
     def main(_: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")  # do not initialise this machine's accelerators
+        # No entry for devices that are not there can be read again.
+        jax.config.update("jax_enable_compilation_cache", False)
         settings = config.value, topology.value, mean.value, slices.value
         try:
             if is_estimated.value:

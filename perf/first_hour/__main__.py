@@ -176,7 +176,8 @@ def find_device() -> dict[str, Any]:
         RuntimeError: JAX finds none, or does not answer.
     """
     code = (
-        "import json, jax; from care_jax.run.versions import versions; d = jax.local_devices(); "
+        "import json, jax; from care_jax.devices import xla_flags; xla_flags.set_defaults(); "
+        "from care_jax.run.versions import versions; d = jax.local_devices(); "
         "memory = (d[0].memory_stats() or {}).get('bytes_limit'); "
         "print(json.dumps({'kind': d[0].device_kind, 'platform': d[0].platform, 'devices': len(d), "
         "'bytes': memory, 'versions': versions()}))"

@@ -155,7 +155,8 @@ def _start_prediction(*arguments) -> subprocess.Popen:
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        # No cache: an entry for devices that are not there cannot be read again.
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"},
     )
 
 
