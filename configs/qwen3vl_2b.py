@@ -1,0 +1,12 @@
+"""Qwen3-VL-2B-Instruct: CARE on JSONL files, as in `configs/qwen3vl_8b.py`."""
+
+from ml_collections import ConfigDict
+
+from configs import qwen3vl_8b
+
+
+def get_config() -> ConfigDict:
+    """Cold start, CARE, evaluation and export."""
+    config = qwen3vl_8b.get_config()
+    config.model.path = "Qwen/Qwen3-VL-2B-Instruct"
+    return config
