@@ -114,6 +114,9 @@ class Rollouts:
     # not sampled. None at temperature 1 and top-p 1, where it is `logp`.
     drawn_logp: Float[HostOrDevice, "B R T"] | None = None
     age: Int[HostOrDevice, "B R T"] | None = None  # steps since the token was drawn; None: 0
+    # Experts that read the token in each of L layers, int16; -1 for forced tokens, the last one and
+    # padding, which no decode step read. None if the decoder is not sparse, or did not keep them.
+    routes: Int[HostOrDevice, "B R T L K"] | None = None
 
 
 @flax.struct.dataclass
@@ -242,6 +245,8 @@ class TrainBatch:
     drawn_logp: Float[HostOrDevice, "B S"] | None = None
     # Tokens drawn by the weights before the step's first update; None without rl.carry_over: all.
     is_fresh: Bool[HostOrDevice, "B S"] | None = None
+    # `Rollouts.routes`, -1 elsewhere; None if the decoder is not sparse.
+    routes: Int[HostOrDevice, "B S L K"] | None = None
 
 
 @flax.struct.dataclass

@@ -198,6 +198,9 @@ def get_config() -> ConfigDict:
     # correction_cap, correction_cap]; "none": all weights are 1.
     rl.correction = "none"
     rl.correction_cap = 2.0
+    # Of a sparse model: the trainer computes a response token with the experts that the sampler
+    # chose for it, and not with those that its own router would choose after rounding otherwise.
+    rl.replay_routes = False
 
     # One section per objective, each with its clip range and KL weight (tab:train_config has those
     # of CARE, GRPO, DAPO and GSPO). Only the section of rl.objective is read; a key of another

@@ -143,6 +143,11 @@ class TextConfig:
     num_experts: int = 0  # 0: dense
     num_experts_per_token: int = 0  # chosen by the router
 
+    @property
+    def route_shape(self) -> tuple[int, int]:
+        """L, K: the experts of a token in all layers; K is 0 if the decoder is dense."""
+        return self.num_layers, self.num_experts_per_token
+
     def __post_init__(self):
         _check_divides("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
         if self.num_experts_per_token > self.num_experts:

@@ -90,16 +90,19 @@ def decoder_layer(
     rotary: Rotary,
     attend: Callable[[Array, Array, Array], tuple[Array, " Any"]],
     config: TextConfig,
-) -> tuple[Float[Array, "... D"], Any]:
+    routes: Int[Array, "... K"] | None = None,
+) -> tuple[Float[Array, "... D"], Any, Int[Array, "... K"] | None]:
     """One layer, with parameters of either layout.
 
     Args:
         x: [B, S, D], or [B, R, T, D] in decoding.
         rotary: of each token.
         attend: (q [..., K, G, H], k [..., K, H], v [..., K, H]) -> (output like q, kept).
+        routes: experts of each token, see `experts.sparse_mlp`.
 
     Returns:
-        The layer's output, and `kept` as `attend` returned it.
+        The layer's output, `kept` as `attend` returned it, and the experts that a sparse decoder's
+        router chooses, else None.
     """
     spread = (None,) * (x.ndim - 3)
     x = layers.constrain(x, "batch", *spread, "tokens", None)
@@ -113,9 +116,11 @@ def decoder_layer(
     y = y.reshape(*y.shape[:-3], config.num_heads, config.head_dim)
     x = x + layers.linear(p["attention"]["out"], y, OUT_AXES, num_inputs=2)
     y = layers.rms_norm(p["mlp_norm"], x, config.norm_eps)
-    is_sparse = config.num_experts > 0
-    y = experts.sparse_mlp(p["mlp"], y, config) if is_sparse else layers.mlp(p["mlp"], y)
-    return x + y, kept
+    if config.num_experts:
+        y, chosen = experts.sparse_mlp(p["mlp"], y, config, routes)
+    else:
+        y, chosen = layers.mlp(p["mlp"], y), None
+    return x + y, kept, chosen
 
 
 def _project(p: Params, x: Array, config: TextConfig) -> tuple[Array, Array, Array]:
@@ -154,8 +159,11 @@ def forward(
     remat: str = "none",
     features: ImageFeatures | None = None,
     slots: Int[Array, "B S"] | None = None,
-) -> Float[Array, "B S D"]:
-    """Hidden states of packed rows after the final norm.
+    routes: Int[Array, "B S L K"] | None = None,
+) -> tuple[Float[Array, "B S D"], Int[Array, "B S L K"] | None]:
+    """Hidden states of packed rows after the final norm, and each token's experts.
+
+    The experts are those that the routers of a sparse decoder choose, by layer, else None.
 
     Args:
         params: the training layout.
@@ -164,18 +172,23 @@ def forward(
         remat: what the backward pass rematerialises, see `layers.checkpointed`.
         features: of the rows' images; their DeepStack features are added to the image tokens.
         slots: index of each token's image feature, -1 for none.
+        routes: experts to use in place of the routers' choice; -1 for tokens that keep it.
     """
     p, text = params["text"], config.text
     rotary = layers.text_rotary(positions, text)
+    if routes is not None:
+        routes = jnp.moveaxis(routes, 2, 0)
 
     def layer(x, xs):
-        p, l = xs
-        x, _ = decoder_layer(p, x, rotary, lambda q, k, v: (attend(q, k, v, mask), None), text)
-        return _with_deepstack(x, l, features, slots), None
+        p, l, routes = xs
+        attended = lambda q, k, v: (attend(q, k, v, mask), None)  # noqa: E731
+        x, _, chosen = decoder_layer(p, x, rotary, attended, text, routes)
+        return _with_deepstack(x, l, features, slots), chosen
 
     layer = layers.checkpointed(layer, remat)
-    x, _ = jax.lax.scan(layer, x, (p["layers"], jnp.arange(text.num_layers)))
-    return layers.rms_norm(p["norm"], x, text.norm_eps)
+    x, chosen = jax.lax.scan(layer, x, (p["layers"], jnp.arange(text.num_layers), routes))
+    hidden = layers.rms_norm(p["norm"], x, text.norm_eps)
+    return hidden, None if chosen is None else jnp.moveaxis(chosen, 0, 2)
 
 
 def to_decode_layout(p: Params, config: TextConfig) -> Params:
@@ -292,7 +305,9 @@ def prefill(
         return attend(q, k, v, mask), tuple(layers.constrain(a, *PREFIX_AXES) for a in kept)
 
     rotary = layers.text_rotary(positions, config.text)
-    return _unrolled(params["text"], x, rotary, attend_and_keep, config.text, features, slots)
+    inputs = params["text"], x, rotary, attend_and_keep, config.text, features, slots
+    hidden, cache, _ = _unrolled(*inputs)
+    return hidden, cache
 
 
 def _unrolled(
@@ -303,15 +318,20 @@ def _unrolled(
     config: TextConfig,
     features: ImageFeatures | None = None,
     slots: Int[Array, "B P"] | None = None,
-) -> tuple[Float[Array, "... D"], KeyValues]:
-    """Runs the layers of the decode layout; `attend` takes the layer's index, returns its cache."""
-    keys, values = [], []
+) -> tuple[Float[Array, "... D"], KeyValues, Int[Array, "... L K"] | None]:
+    """Runs the layers of the decode layout; `attend` takes the layer's index, returns its cache.
+
+    Also returns the experts that the routers of a sparse decoder choose, else None.
+    """
+    keys, values, chosen = [], [], []
     for l, layer in enumerate(p["layers"]):
-        x, (k, v) = decoder_layer(layer, x, rotary, functools.partial(attend, l), config)
+        x, (k, v), own = decoder_layer(layer, x, rotary, functools.partial(attend, l), config)
         x = _with_deepstack(x, l, features, slots)
         keys.append(k)
         values.append(v)
-    return layers.rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)
+        chosen.append(own)
+    hidden = layers.rms_norm(p["norm"], x, config.norm_eps)
+    return hidden, KeyValues(keys, values), jnp.stack(chosen, -2) if config.num_experts else None
 
 
 def init_cache(
@@ -342,7 +362,7 @@ def extend(
     config: BackboneConfig,
     *,
     attention: AttentionImpl = XLA,
-) -> tuple[Float[Array, "B R T D"], KeyValues]:
+) -> tuple[Float[Array, "B R T D"], KeyValues, Int[Array, "B R T L K"] | None]:
     """Decodes T tokens of R rows per prompt.
 
     Their keys and values are written to suffix slots index..index+T-1. A query attends to the valid
@@ -359,7 +379,8 @@ def extend(
             including the token's slot.
 
     Returns:
-        Hidden states after the final norm, and the suffix cache with the new tokens in it.
+        Hidden states after the final norm, the suffix cache with the new tokens in it, and the
+        experts that the routers of a sparse decoder choose for them, else None.
     """
     mask = cache_mask(prefix_valid, is_visible, attention)
     write = jax.lax.dynamic_update_slice_in_dim

@@ -54,21 +54,39 @@ class SparseMLP(nnx.Module):
 
 
 def sparse_mlp(
-    p: Params, x: Float[Array, "B ... D"], config: TextConfig
-) -> Float[Array, "B ... D"]:
-    """The weighted sum of each token's experts, down(silu(gate(x)) * up(x))."""
-    share, chosen = route(p["router"], x, config)
+    p: Params,
+    x: Float[Array, "B ... D"],
+    config: TextConfig,
+    routes: Int[Array, "B ... K"] | None = None,
+) -> tuple[Float[Array, "B ... D"], Int[Array, "B ... K"]]:
+    """The weighted sum of each token's experts, down(silu(gate(x)) * up(x)).
+
+    Also returns the router's own choice. `routes` are the experts to use in its place, -1 for none.
+    """
+    share, chosen, own = route(p["router"], x, config, routes)
     experts = p["experts"]["gate_up"], p["experts"]["down"]
-    return layers.over_experts(_computed, (UP, DOWN))((x, share, chosen), experts)
+    return layers.over_experts(_computed, (UP, DOWN))((x, share, chosen), experts), own
 
 
 def route(
-    router: Params, x: Float[Array, "B ... D"], config: TextConfig
-) -> tuple[Float[Array, "B ... K"], Int[Array, "B ... K"]]:
-    """Shares (float32, sum 1) and indices of the K experts of each token, by decreasing share."""
+    router: Params,
+    x: Float[Array, "B ... D"],
+    config: TextConfig,
+    routes: Int[Array, "B ... K"] | None = None,
+) -> tuple[Float[Array, "B ... K"], Int[Array, "B ... K"], Int[Array, "B ... K"]]:
+    """Shares (float32, sum 1) and indices of the K experts of each token, and its own choice.
+
+    The own choice is by decreasing share. `routes` replace it, not the probabilities that the
+    shares are made of; tokens with -1 keep their own.
+    """
     logits = layers.linear(router, x, ROUTER).astype(jnp.float32)
-    share, chosen = jax.lax.top_k(jax.nn.softmax(logits), config.num_experts_per_token)
-    return share / share.sum(-1, keepdims=True), chosen
+    probabilities = jax.nn.softmax(logits)
+    share, own = jax.lax.top_k(probabilities, config.num_experts_per_token)
+    chosen = own
+    if routes is not None:
+        chosen = jnp.where(routes >= 0, routes, own)
+        share = jnp.take_along_axis(probabilities, chosen, axis=-1)
+    return share / share.sum(-1, keepdims=True), chosen, own
 
 
 def _computed(

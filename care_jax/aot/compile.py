@@ -224,7 +224,8 @@ def _rollout_programs(
     reshard, params = _compile(reshard, to_decode_layout, (state.params,))
     if params is None:
         return [reshard], None
-    programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p)
+    options = {"temperature": rl.temperature, "top_p": rl.top_p}
+    programs = compile_decoder(run, **options, keeps_routes=bool(config.text.num_experts))
     first, second = rollout_sizes(run)
     expected_decoding = expected and expected.decoding
     arguments = run, programs, params, kept

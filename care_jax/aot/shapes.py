@@ -126,8 +126,10 @@ def imitation_batch(run: Run, size: int) -> ImitationBatch:
 
 def train_batch(run: Run, size: int) -> TrainBatch:
     """`size` rows of an update."""
-    rl, rows_sharding = run.config.rl, run.train_batch_sharding
-    tokens = on_batch(rows_sharding, size, rl.row_tokens)
+    rl, rows_sharding, text = run.config.rl, run.train_batch_sharding, run.policy.config.text
+    tokens, routes = on_batch(rows_sharding, size, rl.row_tokens), None
+    if text.num_experts:
+        routes = on_batch(rows_sharding, size, rl.row_tokens, *text.route_shape)(jnp.int16)
     values = ("token_advantage", "old_logp", "ref_logp", "row_weight")
     return TrainBatch(
         rows=tree_rows(run, size, rl.row_tokens, rl.row_patches),
@@ -135,6 +137,7 @@ def train_batch(run: Run, size: int) -> TrainBatch:
         **dict.fromkeys(("is_trained", "is_compared", "is_answer"), tokens(jnp.bool)),
         prompt_weight=on_batch(rows_sharding, size)(jnp.float32),
         drawn_logp=None if run.objective.correction == "none" else tokens(jnp.float32),
+        routes=routes,
     )
 
 

@@ -226,6 +226,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("rl.old_logp", ("sampler", "trainer"), FIXED),
     ("rl.correction", CORRECTIONS, FIXED),
     ("rl.correction_cap", "(1, inf)", FIXED),
+    ("rl.replay_routes", _ANY, FIXED),
     ("care.anchor_rule", select.ANCHOR_RULES, FIXED),
     ("care.K care.M care.max_context", "[1, inf)", FIXED),
     ("care.rule", select.RULES, FIXED),

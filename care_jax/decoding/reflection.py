@@ -101,13 +101,14 @@ def without_context(
     def shift(x, fill):
         return np.where(is_inside, np.take_along_axis(np.asarray(x), source, -1), fill)
 
-    drawn_logp = rollouts.drawn_logp
+    drawn_logp, routes = rollouts.drawn_logp, rollouts.routes
     return dataclasses.replace(
         rollouts,
         tokens=shift(rollouts.tokens, pad_token_id),
         is_valid=shift(rollouts.is_valid, False),
         logp=shift(rollouts.logp, 0.0),
         drawn_logp=None if drawn_logp is None else shift(drawn_logp, 0.0),
+        routes=None if routes is None else np.full_like(routes, -1),  # of another context
         is_forced=np.zeros_like(is_forced),
     ), dataclasses.replace(
         scores, is_think=shift(scores.is_think, False), is_answer=shift(scores.is_answer, False)

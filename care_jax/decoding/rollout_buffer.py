@@ -76,6 +76,9 @@ class RolloutBuffer:
         self._logp = np.zeros(shape, np.float32)
         self._drawn_logp = None if options.is_drawn_by_softmax else np.zeros(shape, np.float32)
         self._age = np.zeros(shape, np.int8)
+        self._routes = None
+        if options.keeps_routes:
+            self._routes = np.full((*shape, *self._config.text.route_shape), -1, np.int16)
         self._is_sampled = np.zeros(shape, bool)
         self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
         for rows, request in zip(self._tokens, requests, strict=True):
@@ -88,6 +91,8 @@ class RolloutBuffer:
             self._is_sampled[part] = begun.is_valid & ~begun.is_forced
             if self._drawn_logp is not None:
                 self._drawn_logp[part] = begun.drawn_logp
+            if self._routes is not None:
+                self._routes[part] = begun.routes
         self._left = dict.fromkeys(range(len(requests)))  # an ordered set
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
         self._num_collected = 0
@@ -114,6 +119,9 @@ class RolloutBuffer:
             self._is_sampled[target] = True
             if self._drawn_logp is not None:
                 self._drawn_logp[target] = sampled.drawn_logp[found]
+            if self._routes is not None and sampled.routes is not None:
+                of_tokens = np.moveaxis(sampled.routes, -1, 2)
+                self._routes[*target[:2], index - 1] = of_tokens[found]
 
     def collect(
         self, released: Sequence[tuple[int, int]], scheduler: Scheduler, slots: Slots | None
@@ -160,4 +168,5 @@ class RolloutBuffer:
             is_complete=np.isin(last, self._config.eos_token_ids),
             drawn_logp=None if self._drawn_logp is None else self._drawn_logp[places],
             age=self._age[places],
+            routes=None if self._routes is None else self._routes[places],
         )

@@ -62,6 +62,7 @@ class DecodeOptions:
     top_p: float
     attention: DecodingAttention
     stops: bool = True  # EOS ends a rollout; false to measure speed at given lengths
+    keeps_routes: bool = False  # of a sparse decoder, see `Rollouts.routes`
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -86,6 +87,9 @@ class SampledTokens:
     rollout: Int[Array, "B R *L"]  # of its prompt; -1 if no token was sampled
     index: Int[Array, "B R *L"]  # in the rollout, from 0
     drawn_logp: Float[Array, "B R *L"] | None  # as drawn, see `sample_token`
+    # Experts that read the token before, int16 by decoder layer; None for the first token, whose
+    # predecessor is the prompt's, and without `DecodeOptions.keeps_routes`.
+    routes: Int[Array, "B R layers K *L"] | None = None
 
 
 def prefill(
@@ -184,11 +188,11 @@ def advance(
         is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))
         return is_eos if options.stops else jnp.zeros_like(is_eos)
 
-    def read(slots: Slots) -> tuple[Float[Array, "B R D"], KeyValues]:
-        """The hidden state of every row's last token, and the cache with that token added."""
+    def read(slots: Slots) -> tuple[Float[Array, "B R D"], KeyValues, Array | None]:
+        """The hidden state of every row's last token, the cache with it, and its routes."""
         positions = slots.prefix.next_position[:, None] + slots.num_read
         on_prefix, on_suffix = visible(slots)
-        hidden, cache = backbone.extend(
+        hidden, cache, routes = backbone.extend(
             params,
             backbone.embed(params, slots.token[..., None], dtype=options.dtype),
             backbone.text_rotary(positions[..., None], config),
@@ -200,21 +204,24 @@ def advance(
             config,
             attention=options.attention.steps,
         )
-        return hidden[:, :, 0], cache
+        if routes is None or not options.keeps_routes:
+            return hidden[:, :, 0], cache, None
+        return hidden[:, :, 0], cache, routes[:, :, 0].astype(jnp.int16)
 
     Carry = tuple[Array, Array, tuple[Array, Array], Slots, SampledTokens]
 
     def step(carry: Carry) -> Carry:
         i, _, lost, slots, log = carry
         prefix, index = slots.prefix, slots.num_read + 1
-        hidden, cache = read(slots)
+        hidden, cache, routes = read(slots)
         is_active = slots.rollout < num_rollouts
         limit = _of_rollout(prefix.budget, slots.rollout)
         # A rollout may end with its first token.
         is_sampled = is_active & ~is_end(slots.token) & (index < limit)
         logits = constrain(backbone.policy_logits(params, hidden, config), "batch", None, "vocab")
         sampled = _sample(logits, prefix.rngs, slots.rollout, index, options)
-        entry = dataclasses.replace(sampled, rollout=jnp.where(is_sampled, slots.rollout, -1))
+        rollout = jnp.where(is_sampled, slots.rollout, -1)
+        entry = dataclasses.replace(sampled, rollout=rollout, routes=routes)
         log = jax.tree.map(lambda all, x: all.at[..., i].set(x), log, entry)
 
         is_rationale = (slots.tag_state < closing_tag.shape[0] - 1) & is_sampled
@@ -254,12 +261,16 @@ def advance(
 
     shape = (*slots.rollout.shape, NUM_STEPS)
     ids = jnp.zeros(shape, jnp.int32)
+    routes = None
+    if options.keeps_routes:
+        routes = jnp.zeros((*shape[:2], *config.text.route_shape, NUM_STEPS), jnp.int16)
     log = SampledTokens(
         token=ids,
         logp=jnp.zeros(shape),
         rollout=ids - 1,
         index=ids,
         drawn_logp=None if options.is_drawn_by_softmax else jnp.zeros(shape),
+        routes=routes,
     )
     start = jnp.int32(0), jnp.bool(False), (refill.lost, jnp.int32(0)), slots, log
     _, _, (lost, _), slots, log = jax.lax.while_loop(should_continue, step, start)

@@ -47,11 +47,16 @@ def token_logprobs(
 
 
 def score_rows(
-    params: backbone.Params, rows: TreeRows, config: BackboneConfig, options: ForwardOptions
-) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
+    params: backbone.Params,
+    rows: TreeRows,
+    config: BackboneConfig,
+    options: ForwardOptions,
+    routes: Int[Array, "B S L K"] | None = None,
+) -> tuple[Float[Array, "B S"], Float[Array, "B S"], Int[Array, "B S L K"] | None]:
     """log π of every response token given prompt and earlier response tokens; the entropy of π.
 
-    Both in nats, at the tokens' indices in the rows; 0 elsewhere.
+    Both in nats, at the tokens' indices in the rows; 0 elsewhere. And the experts that a sparse
+    decoder's routers choose; it uses `routes` where they are not -1.
     """
     x, features = backbone.embed_with_images(
         params,
@@ -63,7 +68,7 @@ def score_rows(
         remat=options.remat,
         attention=options.attention,
     )
-    hidden = backbone.forward(
+    hidden, chosen = backbone.forward(
         params,
         x,
         rows.positions,
@@ -72,6 +77,7 @@ def score_rows(
         remat=options.remat,
         features=features,
         slots=rows.slots,
+        routes=routes,
     )
     # Gather the scored tokens to the front of each row, so that columns without any can be skipped.
     index = jnp.maximum(rows.scored, 0)
@@ -88,4 +94,4 @@ def score_rows(
     logp, entropy = (
         jnp.where(is_scored, jnp.take_along_axis(x, back, axis=1), 0.0) for x in scored
     )
-    return logp, entropy
+    return logp, entropy, chosen

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from care_jax.batch import HostOrDevice, ImitationBatch, TrainBatch
 from care_jax.devices import sharding
+from care_jax.learning import routing
 from care_jax.learning.logprobs import ForwardOptions, score_rows
 from care_jax.learning.optimizer import combine, partition, round_like, widen
 from care_jax.method.objective import (
@@ -128,7 +129,8 @@ def train_step(
         return jax.vmap(weights)(log_ratio)
 
     def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Any]:
-        scored, entropy = score_rows(params, batch.rows, config, options)
+        routes = batch.routes if objective.replays_routes else None
+        scored, entropy, chosen = score_rows(params, batch.rows, config, options, routes)
         # The ratio of other tokens (prompts, forced tokens, padding) is 1.
         logp = jnp.where(batch.is_trained, scored, batch.old_logp)
         log_ratio = logp - batch.old_logp
@@ -161,9 +163,14 @@ def train_step(
         if objective.correction != "none":
             ratios["correction/weight"] = _mean(weight, batch.is_compared)
             ratios["correction/capped"] = _mean(is_capped, batch.is_compared)
+        if chosen is not None:
+            num_experts = config.text.num_experts
+            ratios[routing.LOAD] = routing.load(chosen, batch.rows.branch >= 0, num_experts)
+            if batch.routes is not None:
+                ratios |= routing.differing(chosen, batch.routes)
         return loss, (ratios, scored)
 
-    return update(
+    state, metrics, logp = update(
         state,
         batch,
         loss_fn,
@@ -172,6 +179,9 @@ def train_step(
         partition=partition,
         skip_nonfinite=skip_nonfinite,
     )
+    if routing.LOAD in metrics:
+        metrics |= routing.of_load(metrics.pop(routing.LOAD))
+    return state, metrics, logp
 
 
 def update(

@@ -34,6 +34,7 @@ class Objective:
     has_sequence_ratio: bool = False  # one importance ratio per response, not per token (GSPO)
     correction: str = "none"  # rl.correction, as the next; see `objective.correction_weight`
     correction_cap: float = 2.0
+    replays_routes: bool = False  # tokens use the experts that the sampler chose for them
     max_tries: int = 1  # maximum rollout batches to fill a step with mixed groups
     overlong: Mapping[str, int] | None = None  # keyword arguments of `advantages.overlong_penalty`
 
@@ -43,6 +44,7 @@ def objective_of(config: ConfigDict) -> Objective:
     name = config.rl.objective
     settings = {key: config[name][key] for key in ("clip_low", "clip_high", "beta")}
     settings |= {key: config.rl[key] for key in ("correction", "correction_cap")}
+    settings["replays_routes"] = config.rl.replay_routes
     return Objective(**OBJECTIVES[name](config[name], config.rl.max_response_tokens), **settings)
 
 

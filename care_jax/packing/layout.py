@@ -78,14 +78,15 @@ def lay_out(
 
 
 def at_tokens(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np.ndarray:
-    """[B, S]: values of responses at their tokens in the rows, `fill` at prompts and padding.
+    """[B, S, ...]: values of responses at their tokens in the rows, `fill` at all other tokens.
 
-    `values` are [N, R, T], one per token, or [N, R], one per branch.
+    `values` are [N, R, T, ...], by token, or [N, R], by branch.
     """
     which, offset = plan.token_branches
     by_branch = values.reshape(-1, *values.shape[2:])
     found = by_branch[which] if values.ndim == 2 else by_branch[which, offset]
-    return np.where(which >= 0, found, np.asarray(fill, values.dtype))
+    is_response = (which >= 0).reshape(*which.shape, *(1,) * (found.ndim - 2))
+    return np.where(is_response, found, np.asarray(fill, values.dtype))
 
 
 def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray, " B"]:

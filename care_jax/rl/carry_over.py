@@ -32,8 +32,8 @@ from care_jax.run.checkpoint import InFlightSave
 from care_jax.run.run import Run
 from care_jax.run.stage import Stage
 
-# Of the rollouts that are saved; drawn_logp where there is one.
-_FIELDS = "tokens", "is_valid", "logp", "drawn_logp", "age", "embedding"
+# Of the rollouts that are saved; drawn_logp and routes where there are some.
+_FIELDS = "tokens", "is_valid", "logp", "drawn_logp", "age", "embedding", "routes"
 
 
 def num_carried(run: Run) -> int:
@@ -137,6 +137,10 @@ def restored(
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(run.mesh))
         for name, dtype in dtypes.items()
     }
+    if queue.programs.options.keeps_routes:
+        shapes["routes"] = jax.ShapeDtypeStruct(
+            (*shape, *text.route_shape), np.int16, sharding=sharding.replicated(run.mesh)
+        )
     shapes["embedding"] = jax.ShapeDtypeStruct(
         (*shape[:2], text.hidden_size), np.float32, sharding=sharding.replicated(run.mesh)
     )

@@ -65,6 +65,7 @@ def compile_decoder(
     top_p: float,
     stops: bool = True,
     attention: DecodingAttention | None = None,
+    keeps_routes: bool = False,
 ) -> DecodePrograms:
     """`compile_decoding` for the run's policy, devices and dtype.
 
@@ -84,6 +85,7 @@ def compile_decoder(
         top_p=top_p,
         attention=attention,
         stops=stops,
+        keeps_routes=keeps_routes,
     )
     return compile_decoding(options)
 
@@ -138,7 +140,13 @@ def compile_rollout(
     `clock` measures their time. `meanwhile` is work of the host that is called while they run.
     """
     rl, care = run.config.rl, run.config.care
-    programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
+    programs = compile_decoder(
+        run,
+        temperature=rl.temperature,
+        top_p=rl.top_p,
+        attention=attention,
+        keeps_routes=bool(run.policy.config.text.num_experts),
+    )
     options: Any = {
         "meanwhile": meanwhile,
         "max_age": rl.max_age,
@@ -211,7 +219,8 @@ def gather_groups(groups: Groups) -> Groups:
         index=groups.index,
         sizes=groups.sizes,
         rollouts=dataclasses.replace(
-            groups.rollouts, tokens=None, logp=None, drawn_logp=None, embedding=None, age=None
+            groups.rollouts,
+            **dict.fromkeys(("tokens", "logp", "drawn_logp", "embedding", "age", "routes")),
         ),
         scores=dataclasses.replace(groups.scores, is_think=None, is_answer=None),
         subgroup=groups.subgroup,

@@ -53,6 +53,8 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
     if run.objective.correction != "none":
         drawn_logp = groups.rollouts.drawn_logp
         decoded["drawn_logp"] = groups.rollouts.logp if drawn_logp is None else drawn_logp
+    if groups.rollouts.routes is not None:
+        decoded["routes"] = groups.rollouts.routes
     if rl.carry_over:
         decoded["is_fresh"] = groups.rollouts.age == 0
     found = distributed.exchange_rows(
@@ -80,6 +82,7 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
         prompt_weight=at_rows(credit.prompt_weight, plan),
         drawn_logp=at_tokens(found["drawn_logp"], plan) if "drawn_logp" in found else None,
         is_fresh=at_tokens(found["is_fresh"], plan) if "is_fresh" in found else None,
+        routes=at_tokens(found["routes"], plan, fill=-1) if "routes" in found else None,
     )
     return batch, plan
 

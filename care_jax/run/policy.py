@@ -62,8 +62,13 @@ def policy_of(config: ConfigDict) -> Policy:
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:
-    """Rejects a reflected context that leaves no tokens to decode; this needs the tokenizer."""
+    """Rejects what needs the model: a reflected context without room, routes of a dense decoder."""
     rl, care = config.rl, config.care
+    if rl.replay_routes and not policy.config.text.num_experts:
+        raise ValueError(
+            f"rl.replay_routes is for a sparse decoder, and {policy.config.family!r} chooses no "
+            "experts; set it to False"
+        )
     has_reflection = "rl" in config.stages and objective_of(config).has_reflection
     if not has_reflection or care.reflect_mode == "resample":
         return

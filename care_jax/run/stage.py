@@ -298,7 +298,8 @@ def compile_score(run: Run, stage: str, options: ForwardOptions) -> Callable:
 
     def score(params, batch):
         def one(batch):
-            return score_rows(params, batch.rows, run.policy.config, options)[0]
+            routes = batch.routes if stage == "rl" and run.objective.replays_routes else None
+            return score_rows(params, batch.rows, run.policy.config, options, routes)[0]
 
         return map_microbatches(one, batch, run.config[stage].microbatch_size)
 

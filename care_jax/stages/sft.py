@@ -102,7 +102,7 @@ def compile_step(
         total_weight = jnp.maximum(batch.weight.sum(), 1e-9)
 
         def loss_fn(params, batch):
-            logp, _ = score_rows(params, batch.rows, run.policy.config, options)
+            logp, *_ = score_rows(params, batch.rows, run.policy.config, options)
             num_tokens = (batch.rows.predictor >= 0).sum().astype(jnp.float32)
             ratios = {"nll": (-logp.sum(), num_tokens)}
             return -(batch.weight * logp).sum() / total_weight, (ratios, None)

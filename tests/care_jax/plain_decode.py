@@ -20,7 +20,7 @@ def _sample(params, rows, images, positions, slots, place, key, index, *, config
     state before it."""
     x, features = backbone.embed_with_images(params, rows, images, slots, config, dtype=jnp.float32)
     mask = backbone.text_mask(jnp.full(rows.shape, rows.shape[1] - 1, jnp.int32), config)
-    hidden = backbone.forward(params, x, positions, mask, config, features=features, slots=slots)
+    hidden, _ = backbone.forward(params, x, positions, mask, config, features=features, slots=slots)
     hidden = hidden[:, place - 1]
     logits = backbone.policy_logits(params, hidden, config)
     u = jax.vmap(

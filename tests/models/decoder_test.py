@@ -52,7 +52,7 @@ def tree_row(params, prompts, features, responses, config, remat="none"):
     prompt_reach = np.where(prompts.is_valid, P + R * T - 1, np.arange(P))
     branch_reach = np.repeat(P + T * np.arange(1, R + 1) - 1, T)
     reach = np.concatenate([prompt_reach, np.tile(branch_reach, (B, 1))], axis=1)
-    hidden = backbone.forward(
+    hidden, _ = backbone.forward(
         params,
         jnp.concatenate([x, own], axis=1),
         jnp.concatenate([prompts.positions, own_positions], axis=1),
@@ -77,7 +77,7 @@ def replicated_rows(params, prompts, features, responses, config):
     def row(tokens):
         own = backbone.embed(params, tokens, dtype=jnp.float32)
         x_row = jnp.concatenate([x, own], axis=1)
-        hidden = backbone.forward(
+        hidden, _ = backbone.forward(
             params, x_row, positions, mask, config, features=features, slots=slots
         )
         return hidden[:, P:]
@@ -161,7 +161,7 @@ def decode(params, prompts, features, config):
                 S = tokens.shape[-1]
                 positions = prompts.next_position[:, None, None] + position + jnp.arange(S)
                 positions = jnp.broadcast_to(positions, (B, R, S))
-                hidden, suffix = backbone.extend(
+                hidden, suffix, _ = backbone.extend(
                     params,
                     backbone.embed(params, tokens, dtype=jnp.float32),
                     backbone.text_rotary(positions, config),
@@ -248,14 +248,14 @@ def test_features_are_added_behind_their_layers_to_the_tokens_of_their_slots(par
         for l in range(3):
             layer = jax.tree.map(lambda a, l=l: a[l], p["layers"])
             see = lambda q, k, v: (attend(q, k, v, mask), None)  # noqa: E731
-            x, _ = decoder.decoder_layer(layer, x, text_rotary(positions, text), see, text)
+            x, *_ = decoder.decoder_layer(layer, x, text_rotary(positions, text), see, text)
             if l < 2:
                 x = x.at[0, 1].add(features[l, 0, 2]).at[0, 4].add(features[l, 0, 0])
         return rms_norm(p["norm"], x, text.norm_eps)
 
     @jax.jit
     def hidden_states(params, x):
-        trained = decoder.forward(params, x, positions, mask, config, **added)
+        trained, _ = decoder.forward(params, x, positions, mask, config, **added)
         layout = {"text": decoder.to_decode_layout(params["text"], text)}
         is_valid = jnp.ones((1, 6), bool)
         prefilled, _ = decoder.prefill(layout, x, positions, is_valid, config, **added)
@@ -292,9 +292,8 @@ def extend(one_layer):
         positions = text_positions(0, 0, 1, 2)
         _, prefix = decoder.prefill(params, prompt, positions, is_valid, config)
         is_visible = jnp.broadcast_to(is_visible, (1, 2, 2, 7))
-        return decoder.extend(
-            params, new, rotary, jnp.int32(3), prefix, is_valid, suffix, is_visible, config
-        )
+        fixed = jnp.int32(3), prefix, is_valid, suffix, is_visible, config
+        return decoder.extend(params, new, rotary, *fixed)[:2]
 
     return extend
 

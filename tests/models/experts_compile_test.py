@@ -53,7 +53,7 @@ def main() -> None:
     params = {"router": {"kernel": abstract(D, E)}, "experts": kernels}
 
     def loss(params, x):
-        return (experts.sparse_mlp(params, x, text).astype(jnp.float32) ** 2).sum()
+        return (experts.sparse_mlp(params, x, text)[0].astype(jnp.float32) ** 2).sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1))).lower(params, abstract(1, num_tokens, D))
     compiled = lowered.compile()

@@ -55,7 +55,7 @@ def densely(params, x, config):
 def test_the_router_keeps_the_largest_probabilities_and_renormalises_them():
     router = {"kernel": jnp.log(jnp.array([[1.0, 8.0, 2.0, 4.0, 0.5, 0.5]]))}
     config = dataclasses.replace(CONFIG, num_experts_per_token=3)
-    share, chosen = experts.route(router, jnp.ones((1, 1)), config)
+    share, chosen, _ = experts.route(router, jnp.ones((1, 1)), config)
     assert chosen[0].tolist() == [1, 3, 2]
     np.testing.assert_allclose(share[0], np.array([8, 4, 2]) / 14, rtol=1e-6)
     np.testing.assert_allclose(experts.route(router, 0 * jnp.ones((1, 1)), config)[0], 1 / 3)
@@ -63,7 +63,8 @@ def test_the_router_keeps_the_largest_probabilities_and_renormalises_them():
 
 def test_output_and_gradients_are_those_of_the_dense_sum(params, x):
     def loss(mlp, params, x):
-        return (jnp.arange(16) * mlp(params, x, CONFIG)).sum()
+        out = mlp(params, x, CONFIG)
+        return (jnp.arange(16) * (out[0] if mlp is experts.sparse_mlp else out)).sum()
 
     ours, theirs = (
         jax.jit(jax.value_and_grad(functools.partial(loss, mlp), (0, 1)))(params, x)
@@ -74,15 +75,34 @@ def test_output_and_gradients_are_those_of_the_dense_sum(params, x):
     assert all(jnp.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(ours))
 
 
+def test_a_replayed_token_uses_the_given_experts_at_the_routers_own_probabilities(params, x):
+    """A token with -1 keeps its own; the experts' order does not matter."""
+    own_share, own, _ = experts.route(params["router"], x, CONFIG)
+    given = np.array(own)[..., ::-1].copy()
+    given[0, 0], given[1, 1] = (own[0, 0] + 1) % CONFIG.num_experts, -1
+    share, chosen, kept = experts.route(params["router"], x, CONFIG, jnp.asarray(given))
+    np.testing.assert_array_equal(kept, own)
+    np.testing.assert_array_equal(chosen[0, 0], given[0, 0])
+    np.testing.assert_array_equal(chosen[1, 1], own[1, 1])
+    probabilities = jax.nn.softmax(x[0, 0] @ params["router"]["kernel"])[given[0, 0]]
+    np.testing.assert_allclose(share[0, 0], probabilities / probabilities.sum(), rtol=1e-5)
+    np.testing.assert_allclose(share[0, 1], own_share[0, 1][::-1], rtol=1e-6)
+    ours, theirs = (
+        experts.sparse_mlp(params, x, CONFIG, routes)[0] for routes in (jnp.asarray(given), None)
+    )
+    is_same = np.abs(ours - theirs).max(-1) < 1e-5
+    assert not is_same[0, 0] and is_same.sum() == is_same.size - 1
+
+
 def test_parts_of_the_experts_add_up_to_all(params, x):
     """As devices that hold two and four of the six."""
-    share, chosen = experts.route(params["router"], x, CONFIG)
+    share, chosen, _ = experts.route(params["router"], x, CONFIG)
     kernels = params["experts"]["gate_up"], params["experts"]["down"]
     parts = [
         experts._computed((x, share, chosen), [k[first:last] for k in kernels], first)
         for first, last in ((0, 2), (2, 6))
     ]
-    whole = experts.sparse_mlp(params, x, CONFIG)
+    whole, _ = experts.sparse_mlp(params, x, CONFIG)
     np.testing.assert_allclose(sum(parts), whole, rtol=1e-5, atol=1e-5)
 
 

@@ -24,7 +24,7 @@ def hidden_states(params, config):
     x = jax.random.normal(jax.random.key(2), (2, 5, config.text.hidden_size))
     positions = jnp.broadcast_to(jnp.arange(5)[:, None], (2, 5, 3))
     mask = backbone.text_mask(jnp.full((2, 5), 4), config)
-    return backbone.forward(params, x, positions, mask, config)
+    return backbone.forward(params, x, positions, mask, config)[0]
 
 
 def test_new_adapters_change_nothing(params, config):

@@ -59,7 +59,7 @@ def embedded(params, batch, config):
 def logits(params, batch, config):
     x, features = embedded(params, batch, config)
     mask = backbone.text_mask(causal_reach(jnp.where(batch.is_valid, 0, -1)), config)
-    hidden = backbone.forward(
+    hidden, _ = backbone.forward(
         params, x, batch.positions, mask, config, features=features, slots=batch.slots
     )
     return backbone.unembed(params, hidden, config)
@@ -190,7 +190,7 @@ def test_greedy_tokens_equal_transformers(pair, make_batch):
 
         def step(carry, t):
             token, suffix = carry
-            hidden, suffix = backbone.extend(
+            hidden, suffix, _ = backbone.extend(
                 params,
                 backbone.embed(params, token[..., None], dtype=jnp.float32),
                 backbone.text_rotary(batch.next_position[:, None, None] + t, config),

@@ -140,7 +140,8 @@ def our_logits(params, config, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :, None], (*tokens.shape, 3))
     mask = backbone.text_mask(causal_reach(jnp.zeros(tokens.shape, jnp.int32)), config)
     x = backbone.embed(params, tokens, dtype=jnp.float32)
-    return backbone.unembed(params, backbone.forward(params, x, positions, mask, config), config)[0]
+    hidden, _ = backbone.forward(params, x, positions, mask, config)
+    return backbone.unembed(params, hidden, config)[0]
 
 
 def their_logits(model, tokens):

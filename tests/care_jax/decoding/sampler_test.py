@@ -69,7 +69,7 @@ def trainer_logp(policy, params, image_prompts):
         tokens, lengths = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid).sum(-1)
         plan = packed_plan(image_prompts, lengths, row_tokens=384, row_patches=256)
         plan = padded(plan, num_rows=1, row_tokens=384, row_patches=256)
-        logp, _ = score(params, lay_out(image_prompts, tokens, plan, policy.config))
+        logp, *_ = score(params, lay_out(image_prompts, tokens, plan, policy.config))
         return take_back(np.asarray(logp), plan, tokens.shape[-1])
 
     return trainer_logp
@@ -201,9 +201,8 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
             params, rows.tokens, rows.images, rows.slots, config, dtype=jnp.float32
         )
         mask = backbone.text_mask(rows.reach, config)
-        return backbone.forward(
-            params, x, rows.positions, mask, config, features=features, slots=rows.slots
-        )
+        options = {"features": features, "slots": rows.slots}
+        return backbone.forward(params, x, rows.positions, mask, config, **options)[0]
 
     hidden = hidden_states(lay_out(image_prompts, tokens, plan, config))
     hidden = np.stack(

@@ -35,7 +35,7 @@ def make_params(num_experts):
 
 
 def loss(params, x):
-    return (jnp.sin(jnp.arange(16)) * experts.sparse_mlp(params, x, CONFIG)).sum()
+    return (jnp.sin(jnp.arange(16)) * experts.sparse_mlp(params, x, CONFIG)[0]).sum()
 
 
 def on_mesh(sizes, rules, params, x):

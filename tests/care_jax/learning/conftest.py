@@ -17,7 +17,7 @@ from care_jax.packing.layout import lay_out
 def log_probabilities(policy, params, image_prompts):
     """Of every response behind its own copy of its prompt, and the entropies, [4, 3, 9]."""
     options = ForwardOptions(jnp.float32)
-    score = jax.jit(lambda rows: score_rows(params, rows, policy.config, options))
+    score = jax.jit(lambda rows: score_rows(params, rows, policy.config, options)[:2])
 
     def log_probabilities(responses):
         plan = LAYOUTS["replicated"](image_prompts, np.asarray(responses.is_valid).sum(-1))

@@ -18,7 +18,7 @@ def weighted(policy):
     options = logprobs.ForwardOptions(jnp.float32)
 
     def total(params, rows, weight):
-        logp, entropy = logprobs.score_rows(params, rows, policy.config, options)
+        logp, entropy, _ = logprobs.score_rows(params, rows, policy.config, options)
         return (logp * weight).sum(), (logp, entropy)
 
     return jax.jit(jax.value_and_grad(total, has_aux=True))

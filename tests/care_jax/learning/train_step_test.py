@@ -110,8 +110,8 @@ def corrected(policy, update_of, monkeypatch):
     batch = batch.replace(is_compared=is_compared, old_logp=-1.1 - (batch.rows.tokens % 7) / 50)
     state = init_state({"w": jnp.ones(())}, SGD)
 
-    def score_rows(params, rows, config, options):
-        return (jnp.where(rows.predictor >= 0, -params["w"], 0.0),) * 2
+    def score_rows(params, rows, config, options, routes):
+        return *(jnp.where(rows.predictor >= 0, -params["w"], 0.0),) * 2, None
 
     monkeypatch.setattr(sys.modules[train_step.__module__], "score_rows", score_rows)
 
@@ -254,9 +254,9 @@ def test_adapters_learn_and_leave_the_weights_alone(params, updated):
 def test_scorer_is_called_as_the_step_was(policy, batch, monkeypatch):
     seen = []
 
-    def score_rows(params, rows, config, options):
+    def score_rows(params, rows, config, options, routes):
         seen.append(options)
-        return (params["w"] * jnp.zeros(rows.tokens.shape),) * 2
+        return *(params["w"] * jnp.zeros(rows.tokens.shape),) * 2, None
 
     monkeypatch.setattr(sys.modules[train_step.__module__], "score_rows", score_rows)
     attention = AttentionImpl("xla", query_block=64)

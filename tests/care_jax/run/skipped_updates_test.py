@@ -120,7 +120,7 @@ def imitate(make_run, monkeypatch):
             return state.replace(params=params), metrics, None
 
         def score_rows(params, rows, *_, **__):
-            return jnp.zeros(rows.tokens.shape), None
+            return jnp.zeros(rows.tokens.shape), None, None
 
         monkeypatch.setattr(sft, "update", update)
         monkeypatch.setattr(sft, "score_rows", score_rows)

@@ -157,7 +157,7 @@ def test_log_probabilities_come_back_in_the_order_of_the_rows(
     assert plan.num_microbatches > 1
 
     def score_rows(params, rows, *args, **kwargs):
-        return jnp.where(rows.predictor >= 0, rows.tokens, 0).astype(jnp.float32), None
+        return jnp.where(rows.predictor >= 0, rows.tokens, 0).astype(jnp.float32), None, None
 
     monkeypatch.setattr(run_stage, "score_rows", score_rows)
     logp = rl.compile_update(run, None, None).score(0, batch)

@@ -123,10 +123,10 @@ def scripted(monkeypatch):
     logp = -np.arange(2000) / 100
     seen = []
 
-    def score_rows(params, rows, config, options):
+    def score_rows(params, rows, config, options, routes=None):
         assert options.attention.name == "xla"
         assert (options.dtype, options.remat) == (jnp.float32, "layer")
-        return jnp.where(rows.predictor >= 0, jnp.asarray(logp)[rows.tokens], 0.0), None
+        return jnp.where(rows.predictor >= 0, jnp.asarray(logp)[rows.tokens], 0.0), None, None
 
     def update(state, batch, loss_fn, optimizer, *, microbatch_size, partition, skip_nonfinite):
         assert partition(state.params)[0].keys() == {"text"}

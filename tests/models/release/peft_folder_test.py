@@ -66,7 +66,7 @@ def our_logits(params, batch, config):
         params, batch.tokens, batch.images, batch.slots, config, dtype=jnp.float32
     )
     mask = backbone.text_mask(causal_reach(jnp.where(batch.is_valid, 0, -1)), config)
-    hidden = backbone.forward(
+    hidden, _ = backbone.forward(
         params, x, batch.positions, mask, config, features=features, slots=batch.slots
     )
     return np.asarray(backbone.unembed(params, hidden, config))

@@ -1,0 +1,41 @@
+"""Metrics of a sparse decoder's routers.
+
+Letters: B rows, S tokens of a row, L layers, K experts of a token, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+LOAD = "experts/load"  # [L, E], replaced by the metrics of `of_load`
+
+
+def load(
+    chosen: Int[Array, "B S L K"], is_counted: Bool[Array, "B S"], num_experts: int
+) -> tuple[Float[Array, "L E"], Float[Array, "L 1"]]:
+    """Tokens of each expert and, as the denominator, what each would have if all had the same."""
+    tokens = jnp.where(is_counted[..., None, None], chosen, -1)
+    counts = (tokens[..., None] == jnp.arange(num_experts)).sum((0, 1, 3)).astype(jnp.float32)
+    return counts, counts.mean(-1, keepdims=True)
+
+
+def of_load(load: Float[Array, "L E"]) -> dict[str, Float[Array, ""]]:
+    """The load of the busiest expert and the share of experts without a token, means of layers."""
+    return {"experts/busiest": load.max(-1).mean(), "experts/idle": (load == 0).mean()}
+
+
+def differing(
+    chosen: Int[Array, "B S L K"], routes: Int[Array, "B S L K"]
+) -> dict[str, tuple[Float[Array, ""], Float[Array, ""]]]:
+    """Shares of the tokens with a route, in all layers and by token, whose experts are others.
+
+    The order of a token's experts does not matter.
+    """
+    is_other = (jnp.sort(chosen, -1) != jnp.sort(routes, -1)).any(-1) & (routes[..., 0] >= 0)
+    is_routed = (routes[..., 0] >= 0).sum()
+    num_tokens = (routes[..., 0, 0] >= 0).sum().astype(jnp.float32)
+    return {
+        "routes/differ": (is_other.sum().astype(jnp.float32), is_routed.astype(jnp.float32)),
+        "routes/differ_anywhere": (is_other.any(-1).sum().astype(jnp.float32), num_tokens),
+    }
