@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from care_jax.devices import sharding
+from care_jax.devices import placement, sharding
 from configs import common
 from models import experts
 from models.config import TextConfig
@@ -43,7 +43,7 @@ def on_mesh(sizes, rules, params, x):
     mesh = sharding.make_mesh(*sizes)
     params = jax.device_put(params, sharding.param_shardings(AXES, params, rules, mesh))
     x = jax.device_put(x, sharding.batch_sharding(mesh, rules))
-    return jax.jit(jax.value_and_grad(sharding.placed(loss, rules, mesh), (0, 1)))(params, x)
+    return jax.jit(jax.value_and_grad(placement.placed(loss, rules, mesh), (0, 1)))(params, x)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from care_jax.devices import sharding
+from care_jax.devices import placement, sharding
 from care_jax.learning import blocked_softmax
 from care_jax.learning.blocked_softmax import target_logprobs
 from configs import common
@@ -170,7 +170,7 @@ def test_shards_change_nothing(monkeypatch, name):
     )
     rows = sharding.batch_sharding(mesh, RULES[name])
     ours = weighted(lambda t, h: blocked(t, h, targets, is_wanted), weights)
-    ours = jax.jit(sharding.placed(ours, RULES[name], mesh), out_shardings=(None, (place, rows)))
+    ours = jax.jit(placement.placed(ours, RULES[name], mesh), out_shardings=(None, (place, rows)))
     found = ours(jax.device_put(table, place), jax.device_put(hidden, rows))
     assert_close(found, weighted(lambda t, h: whole(t, h, targets), weights)(table, hidden))
 
@@ -182,7 +182,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from care_jax.aot import collectives
 from care_jax.aot.topology import find_topology
-from care_jax.devices import sharding
+from care_jax.devices import placement, sharding
 from care_jax.learning.blocked_softmax import target_logprobs
 from configs import common
 
@@ -201,7 +201,7 @@ arguments = (
     jax.ShapeDtypeStruct((4, 4096, 512), jnp.bfloat16, sharding=rows),
     jax.ShapeDtypeStruct((4, 4096), jnp.int32, sharding=rows),
 )
-grad = jax.jit(sharding.placed(jax.grad(loss, (0, 1)), rules, mesh), out_shardings=(table, rows))
+grad = jax.jit(placement.placed(jax.grad(loss, (0, 1)), rules, mesh), out_shardings=(table, rows))
 compiled = grad.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 received = collectives.received(compiled.as_text()).by_collective(1)
 gathered = received.pop("all-gather")
