@@ -1,22 +1,16 @@
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import output_with
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from care_jax.aot import collectives
 from care_jax.devices import placement, sharding
 from models import layers
-
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-LIBTPU = pathlib.Path(sys.prefix, "libtpu")
 
 
 def test_activations_are_laid_out_only_inside_a_placed_function():
@@ -70,30 +64,10 @@ def test_gradients_of_kernels_are_scattered_in_groups_of_mesh_axes(rules, axes, 
     np.testing.assert_allclose(gradient(*arguments), exact, atol=1e-5)
 
 
-SCRIPT = """
-import jax, jax.numpy as jnp
-from care_jax.aot.topology import find_topology
-from care_jax.devices import sharding
-from placement_test import FSDP, weight_gradient
-chips = find_topology("v5e:8x8")
-mesh = sharding.make_mesh(1, 16, 2, 2, devices=chips.devices, slices=chips.slices)
-x, g = (jax.ShapeDtypeStruct((64, 512, n), jnp.bfloat16) for n in (3584, 2048))
-for axes, pair in ((("embed", "mlp"), (x, g)), (("mlp", "embed"), (g, x))):
-    gradient, arguments = weight_gradient(FSDP, mesh, axes, *pair)
-    print(gradient.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text())
-"""
-
-
-@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
 @pytest.mark.exhaustive
 def test_gradients_of_kernels_are_reduce_scattered_in_float32_on_a_tpu():
     """Over all 64 chips; an all-reduce would receive twice the bytes."""
-    paths = (LIBTPU, ROOT, pathlib.Path(__file__).parent)
-    own = {"PYTHONPATH": ":".join(map(str, paths)), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    texts = done.stdout.split("HloModule")[1:]
+    texts = output_with("libtpu", __file__).split("HloModule")[1:]
 
     def count(computation, line):
         found = collectives.collective_of(computation, line, 64)
@@ -104,3 +78,19 @@ def test_gradients_of_kernels_are_reduce_scattered_in_float32_on_a_tpu():
         assert num.pop(("collective-permute", "f32"), 0) <= 2  # within the reduce-scatters
         assert num == {("reduce-scatter", "f32"): 2}
     assert len(texts) == 2
+
+
+def main() -> None:
+    """Prints the programs of both orders of a kernel's axes."""
+    from care_jax.aot.topology import find_topology
+
+    chips = find_topology("v5e:8x8")
+    mesh = sharding.make_mesh(1, 16, 2, 2, devices=chips.devices, slices=chips.slices)
+    x, g = (jax.ShapeDtypeStruct((64, 512, n), jnp.bfloat16) for n in (3584, 2048))
+    for axes, pair in ((("embed", "mlp"), (x, g)), (("mlp", "embed"), (g, x))):
+        gradient, arguments = weight_gradient(FSDP, mesh, axes, *pair)
+        print(gradient.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,11 @@
 """Log-probabilities by blocks of ids are those of the whole softmax, and so are their gradients."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import output_with
 
 from care_jax.devices import placement, sharding
 from care_jax.learning import blocked_softmax
@@ -175,8 +171,6 @@ def test_shards_change_nothing(monkeypatch, name):
     assert_close(found, weighted(lambda t, h: whole(t, h, targets), weights)(table, hidden))
 
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-LIBTPU = pathlib.Path(sys.prefix, "libtpu")
 SCRIPT = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -210,15 +204,11 @@ print(compiled.memory_analysis().temp_size_in_bytes)
 """
 
 
-@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
 @pytest.mark.exhaustive
 def test_each_pass_gathers_the_table_once_and_keeps_the_logits_of_one_block():
     """Of four blocks on four chips, compiled for TPUs; the longest of four lengths."""
-    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    gathered, reduced, temporaries = map(int, done.stdout.split()[-3:])
+    numbers = output_with("libtpu", "-c", SCRIPT).split()[-3:]
+    gathered, reduced, temporaries = map(int, numbers)
     block = 4608 * 512 * 3 // 4  # weights of a block that a chip receives
     # Four blocks in each pass, and one ahead.
     assert 2 * block * 8 <= gathered <= 2 * block * 9
