@@ -227,7 +227,7 @@ MUTATIONS = (
          "the gradient of grouped rows is off by one"),
     ),
     *_of(
-        "care_jax/devices/sharding.py", "care_jax/devices/experts_sharding_test.py",
+        "care_jax/devices/placement.py", "care_jax/devices/experts_sharding_test.py",
         ("jax.lax.axis_index(expert_axes) * whole[0].shape[0]", "jax.lax.axis_index(expert_axes)",
          "devices number their experts by device"),
     ),

@@ -34,7 +34,7 @@ from care_jax.decoding.rollout_buffer import InFlight, Request, RolloutBuffer
 from care_jax.decoding.sampler import DecodeOptions, SampledTokens
 from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of, widened
 from care_jax.decoding.slots import Slots, empty_slots, idle_where, keep_slots, pad_left, slot_axes
-from care_jax.devices import distributed, sharding
+from care_jax.devices import distributed, placement, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import PromptBuilder
 from models import backbone
@@ -60,7 +60,7 @@ class DecodePrograms:
 def compile_decoding(options: DecodeOptions) -> DecodePrograms:
     """The jitted functions of decoding."""
     mesh, rules, num_shards = options.mesh, options.rules, options.num_shards
-    placed = functools.partial(sharding.placed, rules=rules, mesh=mesh)
+    placed = functools.partial(placement.placed, rules=rules, mesh=mesh)
 
     def laid_out(slots: Slots) -> Slots:
         """Constrains the slots to the same shardings after every program."""

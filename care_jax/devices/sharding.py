@@ -10,15 +10,13 @@ and each parameter is all-gathered where it is used. The default decoding rules 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -114,21 +112,27 @@ def platform(mesh: Mesh) -> str:
 _warn_once = functools.cache(logging.warning)  # not once per parameter
 
 
-def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
+def axis_names(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of rules or of a `PartitionSpec`."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
     """The mesh axes in the first rule for a logical axis."""
-    return _names(next((axes for rule, axes in rules if rule == name), None))
+    return axis_names(next((axes for rule, axes in rules if rule == name), None))
 
 
-def _partition_spec(
+def partition_spec(
     path: str, logical: layers.Axes, shape: tuple[int, ...], rules: Rules, mesh: Mesh
 ) -> PartitionSpec:
+    """Of one array with these logical axes, as `param_shardings` says; `path` is for messages."""
     if len(logical) != len(shape):
         raise ValueError(f"{path} has axes {logical} but shape {shape}; name each dimension once")
     spec: list[tuple[str, ...] | str | None] = []
     logical_of: dict[str, str | None] = {}  # mesh axis -> the logical axis mapped to it
     for name, size in zip(logical, shape, strict=True):
         used, num_parts = [], 1
-        for mesh_axis in _mesh_axes(name, rules):
+        for mesh_axis in mesh_axes(name, rules):
             if mesh_axis in logical_of:
                 raise ValueError(
                     f"{path}: axes {logical_of[mesh_axis]!r} and {name!r} are both mapped to mesh "
@@ -150,7 +154,7 @@ def _partition_spec(
 def check_rules(name: str, rules: Rules) -> None:
     """Rejects rules, the config's key `name`, that name an unknown mesh axis."""
     for logical, _ in rules:
-        for mesh_axis in _mesh_axes(logical, rules):
+        for mesh_axis in mesh_axes(logical, rules):
             if mesh_axis not in MESH_AXES:
                 raise ValueError(
                     f"{name} maps {logical!r} to {mesh_axis!r}, which is not a mesh axis; "
@@ -174,154 +178,11 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
 
     def sharding_of(path: jax.tree_util.KeyPath, logical: layers.Axes, shape: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return NamedSharding(mesh, _partition_spec(name, logical, shape.shape, rules, mesh))
+        return NamedSharding(mesh, partition_spec(name, logical, shape.shape, rules, mesh))
 
     return jax.tree_util.tree_map_with_path(
         sharding_of, logical_axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
-
-
-def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
-    """`function`, with its backbone's activations and kernels' gradients sharded by `rules`."""
-    if mesh.size == 1:
-        return function
-
-    def constrained(x: jax.Array, logical: layers.Axes) -> jax.Array:
-        spec = _partition_spec("activation", logical, x.shape, rules, mesh)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    @functools.wraps(function)
-    def traced(*args, **kwargs):
-        by_rules = {"rules": rules, "mesh": mesh}
-        with layers.activation_sharding(
-            constrained,
-            functools.partial(_scattered, **by_rules),
-            functools.partial(_over_experts, **by_rules),
-        ):
-            return function(*args, **kwargs)
-
-    return traced
-
-
-def _scattered(
-    gradient: layers.KernelGradient, axes: layers.Axes, *, rules: Rules, mesh: Mesh
-) -> layers.KernelGradient:
-    """`gradient` of the rows of each device, reduce-scattered to the shards of the kernel.
-
-    XLA would all-reduce over the whole of v5e:8x8: it has no reduce-scatter for such a group, but
-    one for "tensor" and "sequence", and one for "fsdp". Rules that do not shard the batch over the
-    whole mesh leave it to XLA. So do GPUs, where XLA reduce-scatters by itself.
-    """
-    if platform(mesh) == "gpu":
-        return gradient
-
-    def scattered(x: jax.Array, g: jax.Array) -> jax.Array:
-        rows = _partition_spec("activation", ("batch",), x.shape[:1], rules, mesh)
-        if math.prod(mesh.shape[axis] for axis in _names(rows[0])) != mesh.size:
-            return gradient(x, g)
-        shape = jax.eval_shape(gradient, x, g).shape
-        spec = _partition_spec("gradient", axes, shape, rules, mesh)
-        unsummed = set(MESH_AXES) - {axis for used in spec for axis in _names(used)}
-
-        def of_own_rows(x, g):
-            total = gradient(x, g)
-            for dim, used in enumerate(spec):
-                total = jnp.moveaxis(total, dim, 0)
-                # libtpu aborts on a reduce-scatter of one device.
-                split = [axis for axis in _names(used) if mesh.shape[axis] > 1]
-                for _, group in itertools.groupby(split, lambda axis: axis == "fsdp"):
-                    total = jax.lax.psum_scatter(total, (*group,), tiled=True)
-                total = jnp.moveaxis(total, 0, dim)
-            return jax.lax.psum(total, sorted(unsummed))
-
-        return jax.shard_map(of_own_rows, mesh=mesh, in_specs=rows, out_specs=spec)(x, g)
-
-    return scattered
-
-
-def _over_experts(
-    of: layers.OfExperts, axes: Sequence[layers.Axes], *, rules: Rules, mesh: Mesh
-) -> Callable[[Any, Any], jax.Array]:
-    """`of` the experts of each device, and of the tokens of all devices that hold other experts.
-
-    Tokens are gathered over the mesh axes of "expert" that shard the batch, and their outputs are
-    reduce-scattered; over the others, outputs are summed. Kernels are cast, and gathered over their
-    other mesh axes; their gradients are summed over devices in float32.
-    """
-    expert_axes = tuple(axis for axis in _mesh_axes("expert", rules) if mesh.shape[axis] > 1)
-
-    def outputs(tokens: Any, kernels: Any) -> jax.Array:
-        x, dtype = tokens[0], tokens[0].dtype
-        (rows,) = _partition_spec("activation", ("batch",), x.shape[:1], rules, mesh)
-        rows = tuple(axis for axis in _names(rows) if mesh.shape[axis] > 1)
-        num_shards = math.prod(mesh.shape[axis] for axis in expert_axes)
-        if kernels[0].shape[0] % num_shards:
-            raise ValueError(
-                f"{kernels[0].shape[0]} experts must be divisible by the {num_shards} devices of "
-                f"mesh axes {', '.join(expert_axes)}; change the rule of 'expert', or the mesh"
-            )
-        gathered = tuple(axis for axis in rows if axis in expert_axes)
-        kept = tuple(axis for axis in rows if axis not in expert_axes)
-        specs = [
-            _partition_spec("kernel", logical, kernel.shape, rules, mesh)
-            for logical, kernel in zip(axes, kernels, strict=True)
-        ]
-
-        def of_own(tokens, kernels):
-            whole = [
-                _gathered(kernel, spec, dtype, mesh)
-                for kernel, spec in zip(kernels, specs, strict=True)
-            ]
-            first = 0
-            if expert_axes:
-                first = jax.lax.axis_index(expert_axes) * whole[0].shape[0]
-            y = of(tokens, whole, first)
-            summed = tuple(axis for axis in expert_axes if axis not in gathered)
-            y = jax.lax.psum(y, summed) if summed else y
-            if not gathered:
-                return y
-            return jax.lax.psum_scatter(y, gathered, tiled=True)
-
-        # Axes that are gathered come last, so that the shards of the output are in order.
-        return jax.shard_map(
-            of_own,
-            mesh=mesh,
-            in_specs=(PartitionSpec(kept), specs),
-            out_specs=PartitionSpec((*kept, *gathered)),
-            check_vma=False,  # else gradients would be summed before they are float32
-        )(tokens, list(kernels))
-
-    return outputs
-
-
-def _gathered(kernel: jax.Array, spec: PartitionSpec, dtype: jnp.dtype, mesh: Mesh) -> jax.Array:
-    """An expert kernel [E, ...] of this device, cast and whole but for its first axis."""
-    parts = [
-        (dim, axis)
-        for dim, used in enumerate(spec)
-        for axis in reversed(_names(used))
-        if dim and mesh.shape[axis] > 1
-    ]
-
-    @jax.custom_vjp
-    def whole(kernel):
-        kernel = kernel.astype(dtype)
-        for dim, axis in parts:
-            kernel = jax.lax.all_gather(kernel, axis, axis=dim, tiled=True)
-        return kernel
-
-    def scattered(_, gradient):
-        gradient = gradient.astype(jnp.float32)
-        for dim, axis in reversed(parts):
-            gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
-        return (gradient.astype(kernel.dtype),)
-
-    whole.defvjp(lambda kernel: (whole(kernel), None), scattered)
-    return whole(kernel)
-
-
-def _names(axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
@@ -373,7 +234,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
     """Shards the leading axis (prompts, rows) over the mesh axes of "batch", and no other axis."""
-    return NamedSharding(mesh, PartitionSpec(_mesh_axes("batch", rules)))
+    return NamedSharding(mesh, PartitionSpec(mesh_axes("batch", rules)))
 
 
 def replicate(array: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -388,7 +249,7 @@ def num_shards(sharding: NamedSharding) -> int:
 
 def num_shards_of(axis: str, rules: Rules, mesh: Mesh) -> int:
     """Number of shards of a logical axis under the rules, if its size is divisible by it."""
-    return math.prod(mesh.shape[mesh_axis] for mesh_axis in _mesh_axes(axis, rules))
+    return math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes(axis, rules))
 
 
 def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
@@ -399,7 +260,7 @@ def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
         rules: they give the mesh axes that shard rows and heads inside attention.
     """
     kernel = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(platform(mesh), "xla")
-    axes = _mesh_axes("batch", rules), _mesh_axes("attended_heads", rules)
+    axes = mesh_axes("batch", rules), mesh_axes("attended_heads", rules)
     return AttentionImpl("xla" if name == "xla" else kernel, mesh, *axes)
 
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from care_jax.config import resume
 from care_jax.config.checks import check_config, fill_in
-from care_jax.devices import sharding
+from care_jax.devices import placement, sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning import optimizer
 from care_jax.learning.train_step import TrainState, init_state, state_shardings
@@ -82,7 +82,7 @@ class Run:
 
     def placed(self, function: Callable) -> Callable:
         """`function` with activations sharded for training."""
-        return sharding.placed(function, self.config.sharding_rules, self.mesh)
+        return placement.placed(function, self.config.sharding_rules, self.mesh)
 
 
 def open_run(

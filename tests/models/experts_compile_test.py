@@ -1,28 +1,16 @@
 """A sparse layer compiled for a TPU that is not there computes the chosen experts alone.
 
-`make test` puts libtpu beside the environment; this file is the program that a test runs with it.
+This file is the program that a test runs with libtpu.
 """
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIBTPU = pathlib.Path(sys.prefix, "libtpu")
+from compiling import output_with
 
 
-@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
 @pytest.mark.exhaustive
 def test_a_tpu_computes_the_chosen_experts_alone():
     """In the gradient too, where the grouped product of JAX needs 130 times as many FLOPs."""
-    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ratio, kernels = done.stdout.splitlines()[-1].split()
+    ratio, kernels = output_with("libtpu", __file__).splitlines()[-1].split()
     assert 1 <= float(ratio) < 1.1 and int(kernels) == 6
 
 

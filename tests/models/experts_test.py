@@ -1,26 +1,15 @@
 """Sparse MLPs: the router's rule, grouped products and their gradients, parts of the experts."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_layer import CONFIG, make_params
 
 from models import experts
-from models.config import TextConfig
 
-CONFIG = TextConfig(
-    *(2, 16, 12, 4, 2, 4, 64),
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    mrope_section=(2, 0, 0),
-    tie_embeddings=True,
-    max_position_embeddings=64,
-    num_experts=6,
-    num_experts_per_token=2,
-)
 SIZES = {
     "all rows": [3, 0, 7, 1, 0, 9],
     "rows left": [0, 4, 0, 2, 0, 0],
@@ -30,10 +19,7 @@ SIZES = {
 
 @pytest.fixture
 def params():
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    kernels = {"gate_up": draw(6, 16, 24), "down": draw(6, 12, 16)}
-    return {"router": {"kernel": draw(16, 6)}, "experts": kernels}
+    return make_params()
 
 
 @pytest.fixture
@@ -54,11 +40,10 @@ def densely(params, x, config):
 
 def test_the_router_keeps_the_largest_probabilities_and_renormalises_them():
     router = {"kernel": jnp.log(jnp.array([[1.0, 8.0, 2.0, 4.0, 0.5, 0.5]]))}
-    config = dataclasses.replace(CONFIG, num_experts_per_token=3)
-    share, chosen, _ = experts.route(router, jnp.ones((1, 1)), config)
+    share, chosen, _ = experts.route(router, jnp.ones((1, 1)), CONFIG)
     assert chosen[0].tolist() == [1, 3, 2]
     np.testing.assert_allclose(share[0], np.array([8, 4, 2]) / 14, rtol=1e-6)
-    np.testing.assert_allclose(experts.route(router, 0 * jnp.ones((1, 1)), config)[0], 1 / 3)
+    np.testing.assert_allclose(experts.route(router, 0 * jnp.ones((1, 1)), CONFIG)[0], 1 / 3)
 
 
 def test_output_and_gradients_are_those_of_the_dense_sum(params, x):
@@ -95,12 +80,12 @@ def test_a_replayed_token_uses_the_given_experts_at_the_routers_own_probabilitie
 
 
 def test_parts_of_the_experts_add_up_to_all(params, x):
-    """As devices that hold two and four of the six."""
+    """As devices that hold two and six of the eight."""
     share, chosen, _ = experts.route(params["router"], x, CONFIG)
     kernels = params["experts"]["gate_up"], params["experts"]["down"]
     parts = [
         experts._computed((x, share, chosen), [k[first:last] for k in kernels], first)
-        for first, last in ((0, 2), (2, 6))
+        for first, last in ((0, 2), (2, 8))
     ]
     whole, _ = experts.sparse_mlp(params, x, CONFIG)
     np.testing.assert_allclose(sum(parts), whole, rtol=1e-5, atol=1e-5)

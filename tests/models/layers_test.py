@@ -1,19 +1,12 @@
 """Products, norms and remat; which component of a position turns which frequency, by hand."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import output_with
 
 from models.layers import checkpointed, product, rms_norm, rotate, text_rotary, vision_rotary
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIBTPU = pathlib.Path(sys.prefix, "libtpu")
 
 
 def operands(num_inputs, dtype=jnp.float32):
@@ -104,15 +97,10 @@ print(cycles())
 """
 
 
-@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
 @pytest.mark.exhaustive
 def test_barriers_save_a_tpu_cycles():
     """By the compiler's estimate 13% of an MLP's forward and backward."""
-    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)
-    assert done.returncode == 0, done.stderr
-    with_barriers, without = map(int, done.stdout.split())
+    with_barriers, without = map(int, output_with("libtpu", "-c", SCRIPT).split())
     assert 0 < with_barriers < 0.95 * without
 
 

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_backbones import WITH_TOWER, all_families, reference_inputs
 
 from models import backbone
 from models.attention.packed import causal_reach
 from models.config import FAMILIES
 from models.release import config_json, weights
-from tests.models.conftest import WITH_TOWER, all_families, reference_inputs
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -1,29 +1,18 @@
 """A tower with windows compiles for a TPU that is not there, with one kernel for both layer kinds.
 
-`make test` puts libtpu beside the environment; this file is the program that a test runs with it.
+This file is the program that a test runs with libtpu.
 """
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIBTPU = pathlib.Path(sys.prefix, "libtpu")
+from compiling import output_with
 
 
-@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
 @pytest.mark.exhaustive
 def test_both_kinds_of_layers_run_the_same_kernels_without_branches_or_gathers():
-    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)
-    assert done.returncode == 0, done.stderr[-3000:]
+    counts = output_with("libtpu", __file__).splitlines()[-1]
     # Forward, its repetition in the backward pass, dq, and dk with dv; the rotary angles are
     # gathered once.
-    assert done.stdout.splitlines()[-1] == "kernels 4, conditionals 0, gathers 1"
+    assert counts == "kernels 4, conditionals 0, gathers 1"
 
 
 def main() -> None:

@@ -1,20 +1,18 @@
 """A decode step as compiled for a TPU and a GPU that are not there, for what it writes to memory.
 
 The layouts of `models.decoder` and the blocks of `sampling` were chosen on a CPU as well; here they
-must not cost an accelerator copies. `make test` puts libtpu and the CUDA compiler beside the
-environment. This file is the program that a test runs with one of them.
+must not cost an accelerator copies. This file is the program that a test runs with libtpu or the
+CUDA compiler.
 """
 
 import math
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
+from compiling import output_with
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 SLOTS, ROWS, PROMPT, RING = 64, 4, 1003, 512  # a prompt in no whole number of blocks
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 BODY = re.compile(r"while\(.*body=%?([\w.-]+)")
@@ -36,25 +34,16 @@ MOVES = "copy", "transpose", "reshape", "pad"
 def test_a_call_moves_no_array_of_a_weight_s_the_logits_or_a_cache_s_size(
     compiler, topology, num_reads
 ):
-    folder = pathlib.Path(sys.prefix, compiler)
-    if not folder.is_dir():
-        pytest.skip(f"needs {compiler} in {folder}, where `make test` puts it")
-    path = f"{folder}:{ROOT}"
-    result = subprocess.run(
-        [sys.executable, __file__, topology],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": path},
-    )
-    written = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
-    assert len(written) > 20, result.stderr[-3000:]
+    lines = output_with(compiler, __file__, topology).splitlines()
+    written = [line.split("\t") for line in lines if "\t" in line]
+    assert len(written) > 20
     moved = [line for line in written if line[1] in MOVES and int(line[-1]) >= 2**20]
     assert not moved
     # The MLP's activations are written in their own dtype, not in that of the sums.
     wide = [line for line in written if line[2] == "f32" and MLP & set(line[3].split(","))]
     assert not wide
     # The sampler reads the logits for the largest one, for the sums of blocks, and for one block.
-    reads = [line for line in result.stdout.splitlines() if line.startswith("reads ")]
+    reads = [line for line in lines if line.startswith("reads ")]
     assert 0 < len(reads) <= num_reads, reads
     if compiler == "libtpu":  # a token's keys are a row of their array, not a column of its tiles
         rings = [line[3] for line in written if line[1] == "dynamic-update-slice"]

@@ -4,34 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_layer import CONFIG, make_params
 
-from care_jax.devices import sharding
+from care_jax.devices import placement, sharding
 from configs import common
 from models import experts
-from models.config import TextConfig
 
-CONFIG = TextConfig(
-    *(1, 16, 12, 4, 2, 4, 64),
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    mrope_section=(2, 0, 0),
-    tie_embeddings=True,
-    max_position_embeddings=64,
-    num_experts=8,
-    num_experts_per_token=3,
-)
 DEFAULTS = common.get_config()
 AXES = {
     "router": {"kernel": experts.ROUTER},
     "experts": {"gate_up": experts.UP, "down": experts.DOWN},
 }
-
-
-def make_params(num_experts):
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    kernels = {"gate_up": draw(num_experts, 16, 24), "down": draw(num_experts, 12, 16)}
-    return {"router": {"kernel": draw(16, num_experts)}, "experts": kernels}
 
 
 def loss(params, x):
@@ -43,7 +26,7 @@ def on_mesh(sizes, rules, params, x):
     mesh = sharding.make_mesh(*sizes)
     params = jax.device_put(params, sharding.param_shardings(AXES, params, rules, mesh))
     x = jax.device_put(x, sharding.batch_sharding(mesh, rules))
-    return jax.jit(jax.value_and_grad(sharding.placed(loss, rules, mesh), (0, 1)))(params, x)
+    return jax.jit(jax.value_and_grad(placement.placed(loss, rules, mesh), (0, 1)))(params, x)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +36,7 @@ def on_mesh(sizes, rules, params, x):
 )
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 1, 2), (1, 1, 8, 1), (2, 4, 1, 1)])
 def test_outputs_and_gradients_are_those_of_one_device(sizes, rules, shape):
-    params = make_params(8)
+    params = make_params()
     x = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
     one = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
     many = on_mesh(sizes, rules, params, x)

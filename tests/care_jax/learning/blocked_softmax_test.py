@@ -1,17 +1,13 @@
 """Log-probabilities by blocks of ids are those of the whole softmax, and so are their gradients."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import output_with
 
-from care_jax.devices import sharding
+from care_jax.devices import placement, sharding
 from care_jax.learning import blocked_softmax
 from care_jax.learning.blocked_softmax import target_logprobs
 from configs import common
@@ -170,19 +166,17 @@ def test_shards_change_nothing(monkeypatch, name):
     )
     rows = sharding.batch_sharding(mesh, RULES[name])
     ours = weighted(lambda t, h: blocked(t, h, targets, is_wanted), weights)
-    ours = jax.jit(sharding.placed(ours, RULES[name], mesh), out_shardings=(None, (place, rows)))
+    ours = jax.jit(placement.placed(ours, RULES[name], mesh), out_shardings=(None, (place, rows)))
     found = ours(jax.device_put(table, place), jax.device_put(hidden, rows))
     assert_close(found, weighted(lambda t, h: whole(t, h, targets), weights)(table, hidden))
 
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-LIBTPU = pathlib.Path(sys.prefix, "libtpu")
 SCRIPT = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from care_jax.aot import collectives
 from care_jax.aot.topology import find_topology
-from care_jax.devices import sharding
+from care_jax.devices import placement, sharding
 from care_jax.learning.blocked_softmax import target_logprobs
 from configs import common
 
@@ -201,7 +195,7 @@ arguments = (
     jax.ShapeDtypeStruct((4, 4096, 512), jnp.bfloat16, sharding=rows),
     jax.ShapeDtypeStruct((4, 4096), jnp.int32, sharding=rows),
 )
-grad = jax.jit(sharding.placed(jax.grad(loss, (0, 1)), rules, mesh), out_shardings=(table, rows))
+grad = jax.jit(placement.placed(jax.grad(loss, (0, 1)), rules, mesh), out_shardings=(table, rows))
 compiled = grad.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 received = collectives.received(compiled.as_text()).by_collective(1)
 gathered = received.pop("all-gather")
@@ -210,15 +204,11 @@ print(compiled.memory_analysis().temp_size_in_bytes)
 """
 
 
-@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
 @pytest.mark.exhaustive
 def test_each_pass_gathers_the_table_once_and_keeps_the_logits_of_one_block():
     """Of four blocks on four chips, compiled for TPUs; the longest of four lengths."""
-    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    gathered, reduced, temporaries = map(int, done.stdout.split()[-3:])
+    numbers = output_with("libtpu", "-c", SCRIPT).split()[-3:]
+    gathered, reduced, temporaries = map(int, numbers)
     block = 4608 * 512 * 3 // 4  # weights of a block that a chip receives
     # Four blocks in each pass, and one ahead.
     assert 2 * block * 8 <= gathered <= 2 * block * 9

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from abstract import assert_same
 
-from care_jax.devices import sharding
+from care_jax.devices import placement, sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.run.run import Run, abstract_state, make_adamw, params_of, start_state
 from configs import tiny
@@ -108,7 +108,7 @@ def test_training_and_decoding_shard_by_their_own_rules(run):
         return layers.constrain(2 * x, "batch", None)
 
     x = np.ones((8, 3))
-    to_decode = sharding.placed(double, run.config.decode_sharding_rules, run.mesh)
+    to_decode = placement.placed(double, run.config.decode_sharding_rules, run.mesh)
     trained, decoded = jax.jit(run.placed(double))(x), jax.jit(to_decode)(x)
     assert trained.sharding.is_equivalent_to(run.train_batch_sharding, 2)
     assert decoded.sharding.is_equivalent_to(run.decode_batch_sharding, 2)

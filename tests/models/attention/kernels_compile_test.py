@@ -1,17 +1,13 @@
 """The kernels compile for TPUs and GPUs that are not there, in memory that grows with S.
 
-`make test` puts libtpu and the CUDA compiler beside the environment, not in it: jax would else ask
-them for devices at every start. This file is the program that a test runs with one of them.
+This file is the program that a test runs with libtpu or the CUDA compiler.
 """
 
-import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
+from compiling import output_with
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 # (rows, tokens, kv heads, query heads of each, head size), dtype, is it text
 DECODER = 2, 8192, 4, 7, 128
 CASES = {
@@ -43,23 +39,10 @@ KERNEL = {
 )
 def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, topologies):
     """One head's scores of 8192 x 8192 would be more than the decoder's bound."""
-    folder = pathlib.Path(sys.prefix, compiler)
-    if not folder.is_dir():
-        pytest.skip(f"needs {compiler} in {folder}, where `make test` puts it")
-    result = subprocess.run(
-        [sys.executable, __file__, compiler, *topologies],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
-            "PYTHONPATH": f"{folder}:{ROOT}",
-        },
-    )
-    sizes = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
+    output = output_with(compiler, __file__, compiler, *topologies)
+    sizes = [line.split("\t") for line in output.splitlines() if "\t" in line]
     names = [*CASES, STEP, *[name for _ in topologies[1:] for name in (*OF_EVERY_CHIP, STEP)]]
-    assert [name for name, *_ in sizes] == names, result.stderr[-3000:]
+    assert [name for name, *_ in sizes] == names
     for name, *numbers in sizes:
         num_kernels, arguments, temporaries = map(int, numbers)
         num_of_step = 1 if compiler == "libtpu" else 2  # GPUs: prefix and suffix

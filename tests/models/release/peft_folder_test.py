@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_backbones import all_families, reference_inputs
 
 from models import backbone, lora
 from models.attention.packed import causal_reach
 from models.release import config_json, peft_folder
-from tests.models.conftest import all_families, reference_inputs
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

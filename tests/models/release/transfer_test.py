@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
+from small_backbones import all_families
 
 from models import backbone
 from models.release import config_json, transfer, weights
-from tests.models.conftest import all_families
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

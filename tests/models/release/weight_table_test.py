@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from small_backbones import all_families
 
 from models import backbone
 from models.release import config_json, transfer
-from tests.models.conftest import all_families
 
 # Where a family's releases put the decoder and the tower.
 PREFIXES = {
