@@ -75,7 +75,7 @@ def test_a_replayed_token_uses_the_given_experts_at_the_routers_own_probabilitie
     ours, theirs = (
         experts.sparse_mlp(params, x, CONFIG, routes)[0] for routes in (jnp.asarray(given), None)
     )
-    is_same = np.abs(ours - theirs).max(-1) < 1e-5
+    is_same = np.abs(ours - theirs).max(-1) < 1e-3
     assert not is_same[0, 0] and is_same.sum() == is_same.size - 1
 
 
