@@ -89,7 +89,9 @@ def get_config() -> ConfigDict:
 
     # Devices along each mesh axis; -1 on one axis: the remaining devices.
     config.mesh = mesh = ConfigDict()
-    mesh.data = 0  # 0: the number of TPU slices or GPU nodes, which a slower network connects
+    # 0: the number of TPU slices or GPU nodes, which a slower network connects. With 1 parameters
+    # are sharded over them too, and gathered through that network.
+    mesh.data = 0
     mesh.fsdp = -1
     mesh.tensor = 1
     mesh.sequence = 1

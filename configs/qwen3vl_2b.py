@@ -9,4 +9,5 @@ def get_config() -> ConfigDict:
     """Cold start, CARE, evaluation and export."""
     config = qwen3vl_8b.get_config()
     config.model.path = "Qwen/Qwen3-VL-2B-Instruct"
+    config.rl.decode_prompts = 32  # as the 4B: its KV cache per token is twice that of the 7B
     return config

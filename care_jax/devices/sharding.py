@@ -41,8 +41,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of all devices with the axes `MESH_AXES`.
 
-    "data" spans the slices of TPUs or nodes of GPUs, between which the network is slow; "tensor"
-    and "sequence" stay on one host if they fit.
+    "data" spans the slices of TPUs or nodes of GPUs, between which the network is slow, or with
+    data = 1 "fsdp" does; "tensor" and "sequence" stay on one host if they fit.
 
     Args:
         data, fsdp, tensor, sequence: sizes, at least 1; one may be -1 for all remaining devices.
@@ -51,8 +51,8 @@ def make_mesh(
         slices: the slice of each device; by default its `slice_index`.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or "data" is not a multiple
-            of the number of slices.
+        ValueError: the sizes do not multiply to the number of devices, or neither "data" nor, with
+            data = 1, "fsdp" is a multiple of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     slices = slices or [getattr(device, "slice_index", None) or 0 for device in devices]
@@ -88,14 +88,15 @@ def _grid(
     """The devices in the shape of the mesh; the later axes connect nearby devices."""
     slice_of = dict(zip(devices, slices, strict=True))
     members = [[x for x in devices if slice_of[x] == n] for n in sorted(set(slices))]
-    if sizes[0] % len(members):
+    spanning = next((axis for axis in (0, 1) if sizes[axis] % len(members) == 0), None)
+    if spanning is None or (spanning and sizes[0] > 1):
         raise ValueError(
             f"mesh.data={sizes[0]} must be a multiple of {len(members)} slices, between which the "
             f"network is slow; set it to {len(members)}, or to 0 for their number"
         )
-    size = sizes[0] // len(members), *sizes[1:]
+    size = tuple(n // len(members) if axis == spanning else n for axis, n in enumerate(sizes))
     grid_of = functools.partial(mesh_utils.create_device_mesh, size, allow_split_physical_axes=True)
-    grid = np.concatenate([*map(grid_of, members)])
+    grid = np.concatenate([*map(grid_of, members)], axis=spanning)
     rows = grid.reshape(-1, sizes[2] * sizes[3])
     if all(len({device.process_index for device in row}) == 1 for row in rows):
         return grid

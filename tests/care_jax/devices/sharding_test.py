@@ -45,6 +45,14 @@ def test_data_spans_the_slices():
     assert sharding.make_mesh(0, -1, 1).shape["data"] == 1
 
 
+def test_fsdp_spans_the_slices_if_there_is_no_data_axis():
+    """Parameters are then sharded over all devices."""
+    mesh = make_mesh(1, -1, 2, slices=SLICES)
+    assert tuple(mesh.shape.values()) == (1, 4, 2, 1)
+    quarters = [{SLICES[device.id] for device in part.flat} for part in mesh.devices[0]]
+    assert quarters == [{0}, {0}, {1}, {1}]
+
+
 def test_a_mesh_may_take_some_of_the_devices():
     assert sharding.make_mesh(1, -1, 2, devices=jax.devices()[:4]).shape["fsdp"] == 2
 
@@ -103,7 +111,7 @@ REFUSED = {
     "zero": (make_mesh, (1, 0, 8), "mesh sizes must be positive.* mesh.fsdp=0"),
     "below -1": (make_mesh, (1, -2, 8), "mesh sizes must be positive"),
     "slices": (
-        *(lambda: make_mesh(1, -1, 1, slices=SLICES), ()),
+        *(lambda: make_mesh(1, 1, 8, slices=SLICES), ()),
         "mesh.data=1 must be a multiple of 2 slices",
     ),
     "an axis twice": (shard, ("vocab", "mlp"), "w: axes 'vocab' and 'mlp' are both .* 'tensor'"),
