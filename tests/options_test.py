@@ -32,6 +32,10 @@ OPTIONS = {
         **{"care.rule": "random", "care.anchor_rule": "random"},
         **{"rl.old_logp": "trainer", "rl.correction": "mask", "rl.max_skipped": 1},
     },
+    "replayed routes, carried over": {
+        **{"family": "qwen3_vl_moe", "rl.replay_routes": True, "rl.carry_over": 0.5},
+        **{"rl.decode_prompts": 12, "rl.decode_rows": 2, "model.remat": "layer"},
+    },
     "no reflection, no reference": {
         **{"care.reflect": False, "care.beta": 0.0, "care.region_weights": False},
         **{"model.offload": ("optimizer",), "model.moments_dtype": "bfloat16"},
@@ -79,6 +83,31 @@ def test_every_option_of_the_loop_runs(tmp_path, monkeypatch, changes):
         assert config.care.reflect or last["signature/alpha"] > 0
     else:
         assert "anchor_rate" not in last
+
+
+@pytest.mark.exhaustive
+def test_replayed_routes_bring_the_trainer_near_the_sampler(tmp_path, monkeypatch):
+    """In bfloat16, where a router's choice turns on a rounding; one update a step."""
+    monkeypatch.setattr(Verifier, "verify_parsed", by_its_bytes)
+    changes = {"rl.num_steps": 2, "rl.prompts_per_update": 8, "rl.old_logp": "trainer"}
+    changes |= {"model.compute_dtype": "bfloat16"}
+    found = {}
+    for is_replayed in (False, True):
+        folder = tmp_path / str(is_replayed)
+        options = {**changes, "rl.replay_routes": is_replayed}
+        main.run_stages(small_config("qwen3_vl_moe", stages=("rl",), **options), folder)
+        found[is_replayed] = metrics_of(folder)
+    for own, replayed in zip(found[False], found[True], strict=True):
+        assert own["routes/differ"] > 0 and replayed["routes/differ"] > 0
+        assert replayed["mismatch/kl"] < own["mismatch/kl"] / 2
+    assert 1 < own["experts/busiest"] <= 8 and own["experts/idle"] < 1
+
+
+def test_a_dense_decoder_has_no_routes_to_replay(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"rl\.replay_routes is for a sparse decoder, and 'qwen2_5"
+    ):
+        main.run_stages(small_config(**{"rl.replay_routes": True}), tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -30,6 +30,7 @@ def make_answer(
     mesh=None,
     period=8,
     attention=None,
+    keeps_routes=False,
 ):
     """(requests, key) -> Rollouts of all of them; the queue is its attribute `queue`."""
     mesh = mesh or make_mesh(1, 1, 1, devices=jax.devices()[:1])
@@ -45,6 +46,7 @@ def make_answer(
         top_p=top_p,
         attention=attention or DecodingAttention(xla, xla),
         stops=stops,
+        keeps_routes=keeps_routes,
     )
     shape = num_slots, num_rows, num_rollouts, max_tokens, context_tokens
     sizes, programs = Sizes(*shape, options.num_shards, period), compile_decoding(options)

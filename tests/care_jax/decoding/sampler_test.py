@@ -219,6 +219,30 @@ def _closing_at_token(policy, count: int) -> np.ndarray:
     return np.repeat(states[:, None], policy.config.text.vocab_size, 1).astype(np.uint8)
 
 
+@pytest.mark.parametrize("policy", ["qwen3_vl_moe"], indirect=True)
+def test_routes_of_tokens_that_a_step_has_read_are_the_trainers_own(
+    policy, params, image_prompts, decode
+):
+    """Not those of forced tokens, which are prefilled, of the last one, and of padding."""
+    contexts = np.arange(5), NO_CONTEXT, NO_CONTEXT, np.arange(2)
+    contexts = [np.asarray(context, np.int32) for context in contexts]
+    rollouts = decode(jax.random.key(2), contexts, keeps_routes=True)
+    is_valid, is_forced = np.asarray(rollouts.is_valid), np.asarray(rollouts.is_forced)
+    plan = packed_plan(image_prompts, is_valid.sum(-1), row_tokens=384, row_patches=256)
+    rows = lay_out(image_prompts, np.asarray(rollouts.tokens), plan, policy.config)
+    options = logprobs.ForwardOptions(jnp.float32)
+    scored = jax.jit(lambda rows: logprobs.score_rows(params, rows, policy.config, options))(rows)
+    chosen = np.moveaxis(np.asarray(scored[2]), (2, 3), (0, 1))
+    own = np.array([[take_back(x, plan, MAX_TOKENS) for x in layer] for layer in chosen])
+    own = np.moveaxis(own, (0, 1), (-2, -1))
+    is_last = is_valid & (np.cumsum(is_valid, -1) == is_valid.sum(-1, keepdims=True))
+    is_read = is_valid & ~is_forced & ~is_last
+    assert is_read.sum() > 50 and len(np.unique(own[is_read])) > 2
+    np.testing.assert_array_equal(np.sort(rollouts.routes[is_read]), np.sort(own[is_read]))
+    assert (rollouts.routes[~is_read] == -1).all()
+    assert decode(jax.random.key(2), contexts).routes is None
+
+
 @pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
 def test_log_probabilities_of_qwen3_vl_are_the_trainers_own(policy, trainer_logp, decode):
     rollouts = decode(jax.random.key(0), temperature=1.0, top_p=1.0)
