@@ -21,15 +21,26 @@ def carrying(**changes):
     return small_config(stages=("rl",), **(options | changes))
 
 
-def test_a_run_resumes_with_what_was_in_flight(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="dense"),
+        pytest.param(
+            {"family": "qwen3_vl_moe", "rl.replay_routes": True},
+            id="sparse",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_run_resumes_with_what_was_in_flight(tmp_path, changes):
     """Bit for bit, at each of its steps."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    main.run_stages(carrying(checkpoint_every=1), whole)
+    main.run_stages(carrying(checkpoint_every=1, **changes), whole)
     saved = whole / "checkpoints" / "rl" / "2"
     shutil.copytree(saved, resumed / "checkpoints" / "rl" / "2")
     progress = json.loads((saved / "progress" / "metadata").read_text())
     assert len(progress["in_flight"]["prompts"]) == 4 and progress["in_flight"]["slots"]
-    main.run_stages(carrying(checkpoint_every=1), resumed)
+    main.run_stages(carrying(checkpoint_every=1, **changes), resumed)
     steps = metrics_of(whole)
     assert without_times(metrics_of(resumed)) == without_times(steps[2:])
     for step in (3, 4):

@@ -104,9 +104,7 @@ def test_replayed_routes_bring_the_trainer_near_the_sampler(tmp_path, monkeypatc
 
 
 def test_a_dense_decoder_has_no_routes_to_replay(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"rl\.replay_routes is for a sparse decoder, and 'qwen2_5"
-    ):
+    with pytest.raises(ValueError, match=r"rl\.replay_routes is for a sparse decoder"):
         main.run_stages(small_config(**{"rl.replay_routes": True}), tmp_path)
 
 
