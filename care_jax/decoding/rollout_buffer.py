@@ -92,6 +92,7 @@ class RolloutBuffer:
             if self._drawn_logp is not None:
                 self._drawn_logp[part] = begun.drawn_logp
             if self._routes is not None:
+                assert begun.routes is not None  # likewise
                 self._routes[part] = begun.routes
         self._left = dict.fromkeys(range(len(requests)))  # an ordered set
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []

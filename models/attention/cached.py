@@ -153,11 +153,10 @@ def _attend_gpu(q, prefix, suffix, mask: CacheMask):
     """Attention over the pieces of prefix and suffix, averaged by their log-sum-exps."""
     B, R, K, G, H = q.shape
     assert isinstance(mask.prefix_blocks, BlockPairs) and isinstance(mask.suffix_blocks, BlockPairs)
-    by_prompt = q.swapaxes(1, 2).reshape(B, K, R * G, H)
-    of_prompt = _run_gpu(by_prompt, *prefix, mask.prefix, mask.prefix_blocks, mask.impl)
-    of_row = _run_gpu(
-        q.reshape(B * R, K, G, H), *suffix, mask.suffix, mask.suffix_blocks, mask.impl
-    )
+    by_prompt, by_row = q.swapaxes(1, 2).reshape(B, K, R * G, H), q.reshape(B * R, K, G, H)
+    (k, v), (own_k, own_v), impl = prefix, suffix, mask.impl
+    of_prompt = _run_gpu(by_prompt, k, v, mask.prefix, mask.prefix_blocks, impl)
+    of_row = _run_gpu(by_row, own_k, own_v, mask.suffix, mask.suffix_blocks, impl)
     # [pieces, B, R, K, G, H or 1]
     shared, shared_lse = (a.reshape(-1, B, K, R, G, a.shape[-1]).swapaxes(2, 3) for a in of_prompt)
     own, own_lse = (a.reshape(-1, B, R, K, G, a.shape[-1]) for a in of_row)
