@@ -144,7 +144,10 @@ MISTAKES = (
     (["--topology=v5e:3x5x7"], "--topology 'v5e:3x5x7' cannot be compiled for: "),
     (["--topology=v5e:2x2", "--config.mesh.tensor=3"], "mesh.data=1 x mesh.fsdp=-1 x"),
     (
-        ["--topology=v5e:2x2", "--slices=2", "--config.mesh.data=1"],
+        [
+            *("--topology=v5e:2x2", "--slices=2", "--config.mesh.data=1"),
+            *("--config.mesh.fsdp=1", "--config.mesh.tensor=8"),
+        ],
         "mesh.data=1 must be a multiple of 2 slices, between which the network is slow;",
     ),
     (

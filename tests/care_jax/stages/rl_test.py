@@ -79,7 +79,8 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     rolled = rollout.compile_rollout(run, None, None, meanwhile)
     update = rl.compile_update(run, None, None)
     rng, index = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
-    assert seen["compile_decoder"] == {"temperature": 0.7, "top_p": 0.9, "attention": None}
+    called = {"temperature": 0.7, "top_p": 0.9, "attention": None, "keeps_routes": False}
+    assert seen["compile_decoder"] == called
     queues = [program.__self__ for program in (rolled.decode, rolled.reflect)]
     assert all(queue.meanwhile is meanwhile for queue in queues)
     first, second = (queue.sizes for queue in queues)
