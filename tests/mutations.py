@@ -221,10 +221,23 @@ MUTATIONS = (
         "models/experts.py", "models/experts_test.py",
         ("share / share.sum(-1, keepdims=True), chosen", "share, chosen",
          "the shares of the chosen experts are not renormalised"),
+        ("jnp.where(routes >= 0, routes, own)", "own",
+         "replayed routes are ignored"),
         ("(chosen - first).reshape(-1)", "chosen.reshape(-1)",
          "a device takes its experts for the first ones"),
         ("jnp.where(is_grouped, d_lhs, 0)", "d_lhs + 1 * is_grouped",
          "the gradient of grouped rows is off by one"),
+    ),
+    *_of(
+        "care_jax/decoding/rollout_buffer.py", "care_jax/decoding/sampler_test.py",
+        ("self._routes[*target[:2], index - 1]", "self._routes[*target[:2], index]",
+         "a token's route is stored at the next token"),
+    ),
+    *_of(
+        "models/attention/kernels.py", "models/attention/packed_test.py",
+        ("a.reshape(num_tokens, -1, G, head_dim).sum(2)",
+         "a.reshape(num_tokens, G, -1, head_dim).sum(1)",
+         "gradients of keys are summed over kv heads"),
     ),
     *_of(
         "care_jax/devices/placement.py", "care_jax/devices/experts_sharding_test.py",
