@@ -204,9 +204,8 @@ def advance(
             config,
             attention=options.attention.steps,
         )
-        if routes is None or not options.keeps_routes:
-            return hidden[:, :, 0], cache, None
-        return hidden[:, :, 0], cache, routes[:, :, 0].astype(jnp.int16)
+        kept = routes[:, :, 0].astype(jnp.int16) if options.keeps_routes else None
+        return hidden[:, :, 0], cache, kept
 
     Carry = tuple[Array, Array, tuple[Array, Array], Slots, SampledTokens]
 

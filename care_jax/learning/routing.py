@@ -28,14 +28,17 @@ def of_load(load: Float[Array, "L E"]) -> dict[str, Float[Array, ""]]:
 def differing(
     chosen: Int[Array, "B S L K"], routes: Int[Array, "B S L K"]
 ) -> dict[str, tuple[Float[Array, ""], Float[Array, ""]]]:
-    """Shares of the tokens with a route, in all layers and by token, whose experts are others.
+    """Of the tokens with a route: the share of layers, and of tokens, whose experts are others.
 
-    The order of a token's experts does not matter.
+    As numerators and denominators. The order of a token's experts does not matter.
     """
-    is_other = (jnp.sort(chosen, -1) != jnp.sort(routes, -1)).any(-1) & (routes[..., 0] >= 0)
-    is_routed = (routes[..., 0] >= 0).sum()
-    num_tokens = (routes[..., 0, 0] >= 0).sum().astype(jnp.float32)
+    has_route = routes[..., 0] >= 0
+    is_other = has_route & (jnp.sort(chosen, -1) != jnp.sort(routes, -1)).any(-1)
+    pairs = {
+        "routes/differ": (is_other, has_route),
+        "routes/differ_anywhere": (is_other.any(-1), has_route.any(-1)),
+    }
     return {
-        "routes/differ": (is_other.sum().astype(jnp.float32), is_routed.astype(jnp.float32)),
-        "routes/differ_anywhere": (is_other.any(-1).sum().astype(jnp.float32), num_tokens),
+        name: (some.sum().astype(jnp.float32), all.sum().astype(jnp.float32))
+        for name, (some, all) in pairs.items()
     }

@@ -47,6 +47,7 @@ METRICS = (
     ("mismatch/max", "Largest |Δp| between sampler and trainer."),
     ("mismatch/beyond_clip", "Share of tokens whose ratio leaves the clip range before an update."),
     ("correction/weight", "Mean weight of a token's surrogate by rl.correction."),
+    ("correction/capped", "Share of tokens whose weight was truncated or masked (rl.correction)."),
     ("experts/busiest", "Load of a layer's busiest expert, in units of the mean; mean of layers."),
     ("experts/idle", "Share of experts that the routers chose for no response token."),
     (
@@ -54,7 +55,6 @@ METRICS = (
         "Share of tokens and layers in which sampler and trainer choose other experts.",
     ),
     ("routes/differ_anywhere", "Share of response tokens for which this is so in a layer."),
-    ("correction/capped", "Share of tokens whose weight was truncated or masked (rl.correction)."),
     ("clip_rate", "Share of tokens with an advantage whose surrogate is clipped."),
     ("age/*", "Share of the sampled tokens that were drawn so many steps before their update."),
     ("oldest_age", "Steps between the draw of the oldest sampled token and its update."),

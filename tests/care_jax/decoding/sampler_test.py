@@ -13,7 +13,7 @@ from care_jax.decoding.rollout_buffer import NO_CONTEXT, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.slots import empty_slots
 from care_jax.learning import logprobs
-from care_jax.packing.layout import lay_out
+from care_jax.packing.layout import at_tokens, lay_out
 from models import backbone
 
 MAX_TOKENS = 14
@@ -231,7 +231,9 @@ def test_routes_of_tokens_that_a_step_has_read_are_the_trainers_own(
     plan = packed_plan(image_prompts, is_valid.sum(-1), row_tokens=384, row_patches=256)
     rows = lay_out(image_prompts, np.asarray(rollouts.tokens), plan, policy.config)
     options = logprobs.ForwardOptions(jnp.float32)
-    scored = jax.jit(lambda rows: logprobs.score_rows(params, rows, policy.config, options))(rows)
+    fixed = {"config": policy.config, "options": options}
+    score = jax.jit(functools.partial(logprobs.score_rows, params, **fixed))
+    scored = score(rows)
     chosen = np.moveaxis(np.asarray(scored[2]), (2, 3), (0, 1))
     own = np.array([[take_back(x, plan, MAX_TOKENS) for x in layer] for layer in chosen])
     own = np.moveaxis(own, (0, 1), (-2, -1))
@@ -241,6 +243,16 @@ def test_routes_of_tokens_that_a_step_has_read_are_the_trainers_own(
     np.testing.assert_array_equal(np.sort(rollouts.routes[is_read]), np.sort(own[is_read]))
     assert (rollouts.routes[~is_read] == -1).all()
     assert decode(jax.random.key(2), contexts).routes is None
+
+    def replayed(routes):
+        routes = at_tokens(routes, plan, fill=-1)
+        return score(rows, routes=routes)[0]
+
+    np.testing.assert_allclose(replayed(rollouts.routes), scored[0], atol=1e-5)
+    others = np.where(rollouts.routes < 0, -1, (rollouts.routes + 1) % 8)
+    assert np.abs(replayed(others) - scored[0]).max() > 1e-3
+    swapped = rollouts.routes[..., ::-1, :]  # of the two layers
+    assert np.abs(replayed(swapped) - scored[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
