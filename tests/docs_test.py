@@ -182,7 +182,7 @@ WORDS = {
     "docs/faults.md": 350,
     "docs/hyperparameters.md": 850,
     "docs/method.md": 1750,
-    "docs/models.md": 800,
+    "docs/models.md": 850,
     "docs/one_gpu.md": 850,
     "docs/operations.md": 1800,
     "docs/paper.md": 1550,
