@@ -204,8 +204,10 @@ def advance(
             config,
             attention=options.attention.steps,
         )
-        kept = routes[:, :, 0].astype(jnp.int16) if options.keeps_routes else None
-        return hidden[:, :, 0], cache, kept
+        if not options.keeps_routes:
+            return hidden[:, :, 0], cache, None
+        assert routes is not None  # the decoder is sparse
+        return hidden[:, :, 0], cache, routes[:, :, 0].astype(jnp.int16)
 
     Carry = tuple[Array, Array, tuple[Array, Array], Slots, SampledTokens]
 
