@@ -1,4 +1,4 @@
-"""Backbone configs, frozen and hashable, their families, and the releases known by name.
+"""Backbone configs, frozen and hashable.
 
 Only fields specific to a family have defaults: the class defaults of transformers fit none of the
 releases. `release.config_json` reads and writes a config as a Hugging Face `config.json`.
@@ -8,36 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+
+from models.families import family_of
 
 # Fields of `BackboneConfig` with the ids of image tokens.
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 VISION_ROPE_THETA = 10000.0  # base of the rotary frequencies in every release's vision tower
-
-# By family, the fields of `VisionConfig` and of `TextConfig` that all its releases share; None for
-# a family without a tower, which reads text alone.
-FAMILIES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "qwen2_5_vl": (
-        {"gated": True},
-        {"qkv_bias": True, "qk_norm": False, "mrope_interleaved": False},
-    ),
-    "qwen3_vl": ({"gated": False}, {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True}),
-    "qwen3_vl_moe": (
-        {"gated": False},
-        {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True},
-    ),
-    "qwen2": (None, {"qkv_bias": True, "qk_norm": False}),
-    "qwen3": (None, {"qkv_bias": False, "qk_norm": True}),
-    "llama": (None, {"qkv_bias": False, "qk_norm": False}),
-}
-
-
-def flags_of(family: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The row of `FAMILIES`; refuses an unknown family."""
-    if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"model_type must be one of {known}, got {family!r}; choose another model")
-    return FAMILIES[family]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,10 +159,10 @@ class BackboneConfig:
     vision_end_token_id: int | None = None  # after them
 
     def __post_init__(self):
-        flags, _ = flags_of(self.family)
-        has_tower = "no vision tower" if flags is None else "a vision tower"
+        without_tower = family_of(self.family).tower is None
+        has_tower = "no vision tower" if without_tower else "a vision tower"
         tokens = [getattr(self, name) for name in IMAGE_TOKENS]
-        if any((part is None) != (flags is None) for part in (self.vision, *tokens)):
+        if any((part is None) != without_tower for part in (self.vision, *tokens)):
             raise ValueError(
                 f"a backbone of family {self.family} must have {has_tower} and its tokens, got "
                 f"{self.vision} and {tokens}; choose another family"
@@ -213,95 +189,3 @@ class BackboneConfig:
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         raise ValueError(f"{name} {value} must be a multiple of {divisor_name} = {divisor}")
-
-
-# Further fields that all releases of a family share: of the tower, of the decoder.
-_SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_5_vl": (
-        {"num_layers": 32, "hidden_size": 1280, "patch_size": 14}
-        | {"window_size": 112, "full_attention_layers": (7, 15, 23, 31)},
-        {"rope_theta": 1e6, "mrope_section": (16, 24, 24), "max_position_embeddings": 128000},
-    ),
-    "qwen3_vl": (
-        {"patch_size": 16, "num_position_embeddings": 2304},
-        {"rope_theta": 5e6, "mrope_section": (24, 20, 20), "max_position_embeddings": 262144},
-    ),
-    "qwen3_vl_moe": (
-        {"patch_size": 16, "num_position_embeddings": 2304},
-        {"rope_theta": 5e6, "mrope_section": (24, 20, 20), "max_position_embeddings": 262144}
-        | {"num_experts": 128, "num_experts_per_token": 8},
-    ),
-    "qwen2": (
-        {},
-        {"rope_theta": 1e6, "mrope_section": (64, 0, 0), "max_position_embeddings": 32768},
-    ),
-    "qwen3": (
-        {},
-        {"rope_theta": 1e6, "mrope_section": (64, 0, 0), "max_position_embeddings": 40960},
-    ),
-}
-# Fields of the towers of Qwen3-VL: of 2B and 4B, and of the larger ones.
-_SMALL_TOWER = {"num_layers": 24, "hidden_size": 1024, "intermediate_size": 4096} | {
-    "deepstack_layers": (5, 11, 17)
-}
-_LARGE_TOWER = {"num_layers": 27, "hidden_size": 1152, "intermediate_size": 4304} | {
-    "deepstack_layers": (8, 16, 24)
-}
-_IMAGE_TOKEN_IDS = dict(zip(IMAGE_TOKENS, (151655, 151656, 151652, 151653), strict=True))
-
-
-def _release(family: str, *sizes: int, tied: bool, **tower: Any) -> BackboneConfig:
-    """A release of Qwen; `sizes` are the fields of `TextConfig` up to vocab_size."""
-    (vision_flags, text_flags), (vision, text) = FAMILIES[family], _SHARED[family]
-    images = {}
-    if vision_flags is not None:
-        tower |= {"output_size": sizes[1], "num_heads": 16, "temporal_patch_size": 2}
-        tower |= {"in_channels": 3, "merge_size": 2}
-        images = _IMAGE_TOKEN_IDS
-    return BackboneConfig(
-        vision=VisionConfig(**vision, **vision_flags, **tower) if vision_flags else None,
-        text=TextConfig(*sizes, norm_eps=1e-6, tie_embeddings=tied, **text, **text_flags),
-        family=family,
-        eos_token_ids=(151645,),
-        pad_token_id=151643,
-        **images,
-    )
-
-
-# By hub id. For the settings of each see the release's config.json.
-RELEASES = {
-    "Qwen/Qwen2.5-VL-3B-Instruct": _release(
-        *("qwen2_5_vl", 36, 2048, 11008, 16, 2, 128, 151936), tied=True, intermediate_size=3420
-    ),
-    "Qwen/Qwen2.5-VL-7B-Instruct": _release(
-        *("qwen2_5_vl", 28, 3584, 18944, 28, 4, 128, 152064), tied=False, intermediate_size=3420
-    ),
-    "Qwen/Qwen2.5-VL-32B-Instruct": _release(
-        *("qwen2_5_vl", 64, 5120, 27648, 40, 8, 128, 152064), tied=False, intermediate_size=3456
-    ),
-    "Qwen/Qwen2.5-VL-72B-Instruct": _release(
-        *("qwen2_5_vl", 80, 8192, 29568, 64, 8, 128, 152064), tied=False, intermediate_size=3456
-    ),
-    "Qwen/Qwen3-VL-2B-Instruct": _release(
-        *("qwen3_vl", 28, 2048, 6144, 16, 8, 128, 151936), tied=True, **_SMALL_TOWER
-    ),
-    "Qwen/Qwen3-VL-4B-Instruct": _release(
-        *("qwen3_vl", 36, 2560, 9728, 32, 8, 128, 151936), tied=True, **_SMALL_TOWER
-    ),
-    "Qwen/Qwen3-VL-8B-Instruct": _release(
-        *("qwen3_vl", 36, 4096, 12288, 32, 8, 128, 151936), tied=False, **_LARGE_TOWER
-    ),
-    "Qwen/Qwen3-VL-32B-Instruct": _release(
-        *("qwen3_vl", 64, 5120, 25600, 64, 8, 128, 151936), tied=False, **_LARGE_TOWER
-    ),
-    "Qwen/Qwen3-VL-30B-A3B-Instruct": _release(
-        *("qwen3_vl_moe", 48, 2048, 768, 32, 4, 128, 151936), tied=False, **_LARGE_TOWER
-    ),
-    "Qwen/Qwen3-VL-235B-A22B-Instruct": _release(
-        *("qwen3_vl_moe", 94, 4096, 1536, 64, 4, 128, 151936), tied=False, **_LARGE_TOWER
-    ),
-    "Qwen/Qwen2.5-7B-Instruct": _release(
-        *("qwen2", 28, 3584, 18944, 28, 4, 128, 152064), tied=False
-    ),
-    "Qwen/Qwen3-8B": _release(*("qwen3", 36, 4096, 12288, 32, 8, 128, 151936), tied=False),
-}

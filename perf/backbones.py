@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from models.config import RELEASES, BackboneConfig
+from models.config import BackboneConfig
+from models.release.known import RELEASES
 
 _BASE = RELEASES["Qwen/Qwen2.5-VL-3B-Instruct"]
 IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens

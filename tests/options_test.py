@@ -10,7 +10,7 @@ from small_run import exported, metrics_of, small_config
 
 from care_jax import main
 from care_jax.rewards.verifier import Verdict, Verifier
-from models.config import FAMILIES
+from models.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -117,7 +117,7 @@ def test_an_exported_policy_is_a_release_that_runs_and_exports_the_same(tmp_path
     results = main.run_stages(config, second)
     assert results["start"]["num_examples"] == 12
     files = ["config.json", "model.safetensors", "tokenizer.json"]
-    for name in files + ["preprocessor_config.json"] * (FAMILIES[family][0] is not None):
+    for name in files + ["preprocessor_config.json"] * (FAMILIES[family].tower is not None):
         one, other = ((folder / "export" / name).read_bytes() for folder in (first, second))
         assert one == other, name
 

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from models.config import (
-    FAMILIES,
     IMAGE_TOKENS,
     BackboneConfig,
     RopeScaling,
     TextConfig,
     VisionConfig,
 )
+from models.families import FAMILIES
 from models.positions import ImagePatches
 
-WITH_TOWER = [name for name, (tower, _) in FAMILIES.items() if tower is not None]
+WITH_TOWER = [name for name, family in FAMILIES.items() if family.tower]
 all_families = pytest.mark.parametrize("family", FAMILIES, indirect=True)
 
 
@@ -99,7 +99,7 @@ def text_only(family: str) -> BackboneConfig:
     """Heads that are not hidden_size / num_heads; Llama's rotary frequencies are stretched."""
     scaling = RopeScaling(4.0, 1.0, 4.0, 32) if family == "llama" else None
     changes = {"head_dim": 16, "mrope_section": (8, 0, 0), "rope_scaling": scaling}
-    text = dataclasses.replace(qwen2_5_vl().text, **changes, **FAMILIES[family][1])
+    text = dataclasses.replace(qwen2_5_vl().text, **changes, **FAMILIES[family].decoder.flags)
     no_images = dict.fromkeys(("vision", *IMAGE_TOKENS))
     return dataclasses.replace(qwen2_5_vl(), text=text, family=family, **no_images)
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from care_jax.devices.sharding import make_mesh
 from configs import common, tiny
-from models.config import FAMILIES
+from models.families import FAMILIES
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def on_one_device():
 
 def small_config(family="qwen2_5_vl", **changes):
     """The demo's, or for a family without a tower the same decoder on word problems."""
-    has_tower = FAMILIES[family][0] is not None
+    has_tower = FAMILIES[family].tower is not None
     config = tiny.get_config(family) if has_tower else _text_config(family)
     config.stages = ("sft", "rl", "evaluate")
     config.log_every = 1

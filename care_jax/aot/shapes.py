@@ -26,9 +26,9 @@ from care_jax.method import spans
 from care_jax.prompts.builder import backbone_config
 from care_jax.run.policy import Policy
 from care_jax.run.run import Run
-from models.config import RELEASES
 from models.positions import ImagePatches, pack_images
 from models.release import config_json
+from models.release.known import RELEASES
 
 
 def policy(config: ConfigDict) -> Policy:

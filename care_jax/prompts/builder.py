@@ -23,20 +23,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from care_jax.batch import Example, Prompts
 from care_jax.prompts.images import image_size, open_image
-from care_jax.prompts.patches import IMAGE_STATISTICS, target_size, to_patches
+from care_jax.prompts.patches import target_size, to_patches
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from models.config import BackboneConfig
+from models.families import FAMILIES
 from models.positions import image_slots, pack_images, prompt_positions
 from models.release import config_json
 
 IMAGE_PLACEHOLDER = "<image>"
 _IMAGE_TOKEN, _TURN_TOKEN = "<|image_pad|>", "<|im_start|>"
-# Processor classes named in the releases' preprocessor_config.json.
-_PROCESSORS = {
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "qwen3_vl_moe": "Qwen3VLProcessor",
-}
 # Config keys of a randomly initialised backbone, and the tokens whose ids they get.
 _IMAGE_TOKENS = {
     "image_token_id": _IMAGE_TOKEN,
@@ -217,8 +212,9 @@ class PromptBuilder:
 
     def tokenize(self, example: Example) -> TokenizedPrompt:
         """Tokens and patches of one example; raises `Unusable` if an image cannot be read."""
-        tokens, vision = self.context_tokens(self.chat(example)), self.config.vision
-        if vision is None:
+        tokens = self.context_tokens(self.chat(example))
+        vision, tower = self.config.vision, FAMILIES[self.config.family].tower
+        if vision is None or tower is None:
             return self._without_images(tokens)
         is_image = tokens == self.config.image_token_id
         if is_image.sum() != len(example.images) or np.any(tokens == self.config.video_token_id):
@@ -228,8 +224,7 @@ class PromptBuilder:
             )
         if not example.images:
             return self._without_images(tokens)
-        mean, std = IMAGE_STATISTICS[self.config.family]
-        statistics: Any = {"mean": mean, "std": std}
+        statistics: Any = {"mean": tower.image_mean, "std": tower.image_std}
         settings = {**self._limits(example), **statistics, "dtype": self.patch_dtype}
         pairs = [to_patches(open_image(image), vision, **settings) for image in example.images]
         patches, grids = zip(*pairs, strict=True)
@@ -340,13 +335,12 @@ class PromptBuilder:
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save_pretrained(folder)
-        vision = self.config.vision
-        if vision is None:
+        vision, tower = self.config.vision, FAMILIES[self.config.family].tower
+        if vision is None or tower is None:
             return
-        mean, std = IMAGE_STATISTICS[self.config.family]
         settings = {
             "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": _PROCESSORS[self.config.family],
+            "processor_class": tower.processor,
             "do_convert_rgb": True,
             "do_resize": True,
             "resample": int(Image.Resampling.BICUBIC),
@@ -356,8 +350,8 @@ class PromptBuilder:
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
-            "image_mean": list(mean),
-            "image_std": list(std),
+            "image_mean": list(tower.image_mean),
+            "image_std": list(tower.image_std),
             "patch_size": vision.patch_size,
             "temporal_patch_size": vision.temporal_patch_size,
             "merge_size": vision.merge_size,

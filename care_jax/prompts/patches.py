@@ -17,13 +17,6 @@ from PIL import Image
 
 from models.config import VisionConfig
 
-# (mean, standard deviation) per channel of pixels in [0, 1], from the published processor of each
-# family with a tower; those of Qwen2.5-VL are CLIP's.
-IMAGE_STATISTICS = {
-    "qwen2_5_vl": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-    "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "qwen3_vl_moe": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-}
 MAX_ASPECT_RATIO = 200
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from models.config import (
@@ -22,105 +23,9 @@ from models.config import (
     RopeScaling,
     TextConfig,
     VisionConfig,
-    flags_of,
 )
+from models.families import Decoder, Family, family_of
 
-# Our name to theirs: fields of all families.
-_VISION_FIELDS = {
-    "num_layers": "depth",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_heads": "num_heads",
-    "output_size": "out_hidden_size",
-    "patch_size": "patch_size",
-    "temporal_patch_size": "temporal_patch_size",
-    "merge_size": "spatial_merge_size",
-}
-_TEXT_FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "max_position_embeddings": "max_position_embeddings",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """vision_config or text_config of a family's releases."""
-
-    fields: dict[str, str]  # our name to theirs
-    fixed: dict[str, Any]  # settings of all releases; other values are not implemented
-    written: dict[str, Any] = dataclasses.field(default_factory=dict)  # more settings for export
-
-    def to_hf(self, config: VisionConfig | TextConfig) -> dict[str, Any]:
-        values = {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
-        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
-        return {**self.written, **self.fixed, **values, **lists}
-
-
-_VISION = {
-    "qwen2_5_vl": _Part(
-        _VISION_FIELDS
-        | {"window_size": "window_size", "full_attention_layers": "fullatt_block_indexes"},
-        fixed={"hidden_act": "silu"},
-        written={"model_type": "qwen2_5_vl_vision", "tokens_per_second": 2},
-    ),
-    "qwen3_vl": _Part(
-        {**_VISION_FIELDS, "num_position_embeddings": "num_position_embeddings"}
-        | {"deepstack_layers": "deepstack_visual_indexes"},
-        fixed={"hidden_act": "gelu_pytorch_tanh"},
-        written={"model_type": "qwen3_vl"},
-    ),
-}
-_VISION["qwen3_vl_moe"] = dataclasses.replace(
-    _VISION["qwen3_vl"], written={"model_type": "qwen3_vl_moe"}
-)
-_TEXT = {
-    "qwen2_5_vl": _Part(
-        _TEXT_FIELDS,
-        fixed={"hidden_act": "silu", "use_sliding_window": False},
-        written={"model_type": "qwen2_5_vl_text"},
-    ),
-    "qwen3_vl": _Part(
-        _TEXT_FIELDS | {"head_dim": "head_dim"},
-        fixed={"hidden_act": "silu", "attention_bias": False},
-        written={"model_type": "qwen3_vl_text"},
-    ),
-    "qwen3_vl_moe": _Part(
-        _TEXT_FIELDS
-        | {"head_dim": "head_dim", "intermediate_size": "moe_intermediate_size"}
-        | {"num_experts": "num_experts", "num_experts_per_token": "num_experts_per_tok"},
-        fixed={"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": True}
-        | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-        written={"model_type": "qwen3_vl_moe_text"},
-    ),
-    "qwen2": _Part(_TEXT_FIELDS, fixed={"hidden_act": "silu", "use_sliding_window": False}),
-    "qwen3": _Part(
-        _TEXT_FIELDS | {"head_dim": "head_dim"},
-        fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    ),
-    "llama": _Part(
-        _TEXT_FIELDS, fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    ),
-}
-_ARCHITECTURES = {
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
-# rope_scaling of the families with M-RoPE, without its sections.
-_MROPES = {
-    "qwen2_5_vl": {"type": "mrope"},
-    "qwen3_vl": {"rope_type": "default", "mrope_interleaved": True},
-    "qwen3_vl_moe": {"rope_type": "default", "mrope_interleaved": True},
-}
 _ROPE_SCALING = [field.name for field in dataclasses.fields(RopeScaling)]  # names as in the file
 
 
@@ -159,17 +64,17 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
         ValueError: a field is missing, or asks for something that is not implemented.
     """
     family = str(_field(config, "model_type", "config.json"))
-    tower_flags, _ = flags_of(family)  # refuses other families
+    row = family_of(family)
     text = _object(config, "text_config", "config.json") or config
     tie = _is_tied(config, "config.json")
     if family == "qwen2_5_vl":  # as in transformers
         tie = tie or _is_tied(text, "text_config")
     vision, tokens = None, {}
-    if tower_flags is not None:
+    if row.tower:
         _field(config, "vision_config", "config.json")
-        vision = _vision_from_hf(_object(config, "vision_config", "config.json"), family)
+        vision = _vision_from_hf(_object(config, "vision_config", "config.json"), row.tower)
         tokens = {name: _field(config, name, "config.json") for name in IMAGE_TOKENS}
-    decoder = _text_from_hf(text, family, tie=tie)
+    decoder = _text_from_hf(text, row, tie=tie)
 
     eos = _eos_token_ids(text, config, generation or {})
     pads = [text.get(name, config.get(name)) for name in ("pad_token_id", "bos_token_id")]
@@ -184,28 +89,37 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
 
 def to_hf(config: BackboneConfig) -> dict[str, Any]:
     """A `config.json` that transformers opens; `from_hf` of it gives this config back."""
-    family, text, eos = config.family, config.text, list(config.eos_token_ids)
+    text, eos = config.text, list(config.eos_token_ids)
+    family = family_of(config.family)
     shared = {
         "bos_token_id": config.pad_token_id,  # as in the releases
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
         "pad_token_id": config.pad_token_id,
         "tie_word_embeddings": text.tie_embeddings,
     }
-    decoder = {**_TEXT[family].to_hf(text), "rope_theta": text.rope_theta}
-    top = {"architectures": [_ARCHITECTURES[family]], "model_type": family, **shared}
-    if config.vision is None:
+    decoder = {**_part_to_hf(text, family.decoder), "rope_theta": text.rope_theta}
+    top = {"architectures": [family.architecture], "model_type": config.family, **shared}
+    if config.vision is None or family.tower is None:
         scaling = text.rope_scaling
         stretched = scaling and {"rope_type": "llama3", **dataclasses.asdict(scaling)}
         return {**top, **decoder, "head_dim": text.head_dim, "rope_scaling": stretched}
-    section = list(text.mrope_section)
-    decoder["rope_scaling"] = {**_MROPES[family], "mrope_section": section}
+    is_interleaved = {"rope_type": "default", "mrope_interleaved": True}
+    mrope = is_interleaved if text.mrope_interleaved else {"type": "mrope"}
+    decoder["rope_scaling"] = {**mrope, "mrope_section": list(text.mrope_section)}
     return {
         **top,
         **{name: getattr(config, name) for name in IMAGE_TOKENS},
         "text_config": {**decoder, **shared},
-        "vision_config": _VISION[family].to_hf(config.vision)
+        "vision_config": _part_to_hf(config.vision, family.tower)
         | {"in_channels": config.vision.in_channels},
     }
+
+
+def _part_to_hf(config: VisionConfig | TextConfig, part: Decoder) -> dict[str, Any]:
+    """vision_config or text_config."""
+    values = {theirs: getattr(config, ours) for ours, theirs in part.names.items()}
+    lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+    return {**part.written, **part.fixed, **values, **lists}
 
 
 def _check(where: str, name: str, value: Any, kind: str, is_right: bool) -> None:
@@ -254,7 +168,7 @@ def _object(config: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     return found or {}
 
 
-def _fields(config: dict[str, Any], names: dict[str, str], where: str) -> dict[str, Any]:
+def _fields(config: dict[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
     """The fields under our names, lists converted to tuples."""
     values = {}
     for ours, theirs in names.items():
@@ -291,7 +205,7 @@ def _is_tied(config: dict[str, Any], where: str) -> bool:
     return tie
 
 
-def _check_fixed(config: dict[str, Any], fixed: dict[str, Any], where: str) -> None:
+def _check_fixed(config: dict[str, Any], fixed: Mapping[str, Any], where: str) -> None:
     """Refuses settings that the code does not implement; absent settings pass."""
     for name, expected in fixed.items():
         if config.get(name, expected) != expected:
@@ -301,15 +215,13 @@ def _check_fixed(config: dict[str, Any], fixed: dict[str, Any], where: str) -> N
             )
 
 
-def _vision_from_hf(config: dict[str, Any], family: str) -> VisionConfig:
-    _check_fixed(config, _VISION[family].fixed, "vision_config")
+def _vision_from_hf(config: dict[str, Any], tower: Decoder) -> VisionConfig:
+    _check_fixed(config, tower.fixed, "vision_config")
     _check_tower_rope(config)
-    flags, _ = flags_of(family)
-    assert flags is not None  # the family has a tower
-    fields = _fields(config, _VISION[family].fields, "vision_config")
+    fields = _fields(config, tower.names, "vision_config")
     channels = config.get("in_channels", config.get("in_chans", 3))
     _check("vision_config", "in_channels", channels, "a whole number above 0", _is_size(channels))
-    return VisionConfig(in_channels=channels, **fields, **flags)
+    return VisionConfig(in_channels=channels, **fields, **tower.flags)
 
 
 def _check_tower_rope(config: dict[str, Any]) -> None:
@@ -325,14 +237,14 @@ def _check_tower_rope(config: dict[str, Any]) -> None:
         _check(where, "rope_type", rope_type, kind, rope_type in ("default", "axial"))
 
 
-def _text_from_hf(config: dict[str, Any], family: str, *, tie: bool) -> TextConfig:
-    tower_flags, flags = flags_of(family)
+def _text_from_hf(config: dict[str, Any], family: Family, *, tie: bool) -> TextConfig:
+    decoder, reads_images = family.decoder, family.tower is not None
     if "num_local_experts" in config:  # as transformers 5 writes it
         config = {"num_experts": config["num_local_experts"], **config}
-    _check_fixed(config, _TEXT[family].fixed, "text_config")
-    fields = _fields(config, _TEXT[family].fields, "text_config")
+    _check_fixed(config, decoder.fixed, "text_config")
+    fields = _fields(config, decoder.names, "text_config")
     if "head_dim" not in fields:
-        fields["head_dim"] = _head_dim(config, fields, is_free=tower_flags is None)
+        fields["head_dim"] = _head_dim(config, fields, is_free=not reads_images)
     rope = _object(config, "rope_parameters", "text_config")
     rope = rope or _object(config, "rope_scaling", "text_config")
     given = {name: value for name, value in rope.items() if value is not None}
@@ -341,7 +253,7 @@ def _text_from_hf(config: dict[str, Any], family: str, *, tie: bool) -> TextConf
     _check("text_config", "rope_theta", theta, "a number above 0", _is_positive(theta))
     fields["rope_theta"] = float(theta)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    known = "llama3" if tower_flags is None else "mrope"
+    known = "mrope" if reads_images else "llama3"
     kind = f"'default' or {known!r} (others are not implemented)"
     _check("rope", "type", rope_type, kind, rope_type in ("default", known))
     if rope_type == "llama3":
@@ -349,15 +261,16 @@ def _text_from_hf(config: dict[str, Any], family: str, *, tie: bool) -> TextConf
         for name, value in numbers.items():
             _check("rope_scaling", name, value, "a number above 0", _is_positive(value))
         fields["rope_scaling"] = RopeScaling(**numbers)
-    if tower_flags is None:
-        fields["mrope_section"] = (fields["head_dim"] // 2, 0, 0)
-    else:
-        _check_fixed(rope, {"mrope_interleaved": flags["mrope_interleaved"]}, "rope_scaling")
+    if reads_images:
+        is_interleaved = decoder.flags["mrope_interleaved"]
+        _check_fixed(rope, {"mrope_interleaved": is_interleaved}, "rope_scaling")
         section = _field(rope, "mrope_section", "rope_scaling")
         is_three = _is_list(section) and len(section) == 3
         _check("rope_scaling", "mrope_section", section, "three whole numbers", is_three)
         fields["mrope_section"] = tuple(section)
-    return TextConfig(tie_embeddings=tie, **fields, **flags)
+    else:
+        fields["mrope_section"] = (fields["head_dim"] // 2, 0, 0)
+    return TextConfig(tie_embeddings=tie, **fields, **decoder.flags)
 
 
 def _head_dim(config: dict[str, Any], fields: dict[str, Any], *, is_free: bool) -> int:

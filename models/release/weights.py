@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from models.config import BackboneConfig
+from models.families import FAMILIES
 from models.layers import Params
 
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
@@ -83,9 +84,8 @@ _TABLES = {
     "qwen3": _TEXT + _MLP + _QK_NORMS,
     "llama": _TEXT + _MLP,
 }
-_NESTED = ("qwen3_vl", "qwen3_vl_moe")  # families whose releases nest, see `_RENAMES`
-# Qwen3-VL releases, and files of both families with a tower that newer transformers wrote, nest
-# tower and decoder under "model."; both namings are read.
+# Releases that nest, and files that newer transformers wrote of any with a tower, name tower and
+# decoder under "model."; both namings are read.
 _RENAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 Bounds = Sequence[tuple[int, int]]  # (start, stop) along every axis
@@ -221,7 +221,7 @@ def release_name(name: str, family: str) -> str:
     for nested, flat in _RENAMES:
         if name.startswith(nested):
             name = flat + name[len(nested) :]
-    if family in _NESTED:
+    if FAMILIES[family].nests:
         for nested, flat in _RENAMES:
             if name.startswith(flat):
                 return nested + name[len(flat) :]

@@ -21,8 +21,9 @@ from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.run.run import Run, open_run, params_of
 from configs import tiny
 from models.backbone import Params
-from models.config import RELEASES, BackboneConfig
+from models.config import BackboneConfig
 from models.release import config_json
+from models.release.known import RELEASES
 
 BYTES_OF_FULL_TRAINING = 14  # per parameter: weights, moments, gradient, reference, decode layout
 SHARE_OF_STATE = 0.6  # of the memory; the rest is for caches and activations

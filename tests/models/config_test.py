@@ -6,14 +6,15 @@ import json
 
 import pytest
 
-from models import config as backbones
+from models.config import BackboneConfig, RopeScaling, TextConfig
 from models.release import config_json
+from models.release.known import RELEASES as KNOWN
 
-QWEN2_5_VL_3B = backbones.RELEASES["Qwen/Qwen2.5-VL-3B-Instruct"]
-QWEN3_VL_4B = backbones.RELEASES["Qwen/Qwen3-VL-4B-Instruct"]
+QWEN2_5_VL_3B = KNOWN["Qwen/Qwen2.5-VL-3B-Instruct"]
+QWEN3_VL_4B = KNOWN["Qwen/Qwen3-VL-4B-Instruct"]
 PRESETS = {
     name.removeprefix("Qwen/").removesuffix("-Instruct").lower(): preset
-    for name, preset in backbones.RELEASES.items()
+    for name, preset in KNOWN.items()
 }
 # As the releases' own config.json have them.
 PUBLISHED_TEXT = {
@@ -234,9 +235,9 @@ RELEASES = {
     "qwen3-8b": qwen3_text_release(),
     "llama-3.1-8b": llama_release(),
 }
-LLAMA_3_1_8B = backbones.BackboneConfig(
+LLAMA_3_1_8B = BackboneConfig(
     vision=None,
-    text=backbones.TextConfig(
+    text=TextConfig(
         *(32, 4096, 14336, 32, 8, 128, 128256),
         norm_eps=1e-5,
         rope_theta=5e5,
@@ -244,7 +245,7 @@ LLAMA_3_1_8B = backbones.BackboneConfig(
         tie_embeddings=False,
         max_position_embeddings=131072,
         qkv_bias=False,
-        rope_scaling=backbones.RopeScaling(8.0, 1.0, 4.0, 8192),
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
     ),
     family="llama",
     eos_token_ids=(128001, 128008, 128009),

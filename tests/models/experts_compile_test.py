@@ -24,7 +24,7 @@ def main() -> None:
 
     from care_jax.aot.topology import find_topology
     from models import experts
-    from models.config import RELEASES
+    from models.release.known import RELEASES
 
     placed = SingleDeviceSharding(find_topology("v5e:1x1").devices[0])
     text, num_tokens = RELEASES["Qwen/Qwen3-VL-30B-A3B-Instruct"].text, 1024

@@ -17,7 +17,7 @@ from small_backbones import WITH_TOWER, all_families, reference_inputs
 
 from models import backbone
 from models.attention.packed import causal_reach
-from models.config import FAMILIES
+from models.families import FAMILIES
 from models.release import config_json, weights
 
 torch = pytest.importorskip("torch")

@@ -27,8 +27,8 @@ def main() -> None:
     from care_jax.aot.topology import find_topology
     from models import backbone
     from models.attention.packed import AttentionImpl
-    from models.config import RELEASES
     from models.positions import pack_images
+    from models.release.known import RELEASES
 
     placed = SingleDeviceSharding(find_topology("v5e:1x1").devices[0])
 

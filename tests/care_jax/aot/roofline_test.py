@@ -13,7 +13,8 @@ from care_jax.decoding import sampler
 from care_jax.devices import flops
 from care_jax.devices.flops import Chip, Packed
 from models import backbone
-from models.config import RELEASES, TextConfig, VisionConfig
+from models.config import TextConfig, VisionConfig
+from models.release.known import RELEASES
 
 TEXT = TextConfig(
     num_layers=2,

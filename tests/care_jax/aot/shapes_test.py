@@ -16,7 +16,7 @@ from care_jax.prompts.builder import prompt_sizes
 from care_jax.rl.rollout import context_tokens
 from care_jax.run.run import Run
 from configs import tiny
-from models.config import RELEASES
+from models.release.known import RELEASES
 
 BUCKET = (96, 192)
 

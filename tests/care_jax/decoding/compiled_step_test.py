@@ -70,7 +70,7 @@ def main(topology: str) -> None:
     from care_jax.run.run import Run
     from configs import qwen25vl_3b
     from models import backbone
-    from models.config import RELEASES
+    from models.release.known import RELEASES
 
     config = qwen25vl_3b.get_config()
     config.rl.max_response_tokens = RING

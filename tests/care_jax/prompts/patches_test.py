@@ -10,7 +10,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     smart_resize,
 )
 
-from care_jax.prompts.patches import IMAGE_STATISTICS, target_size, to_patches
+from care_jax.prompts.patches import target_size, to_patches
+from models.families import FAMILIES
 
 
 @pytest.mark.parametrize(("family", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
@@ -41,9 +42,9 @@ def test_patches_equal_the_published_processor(policy, mode, size, family, patch
     # The class's own statistics are Qwen2.5-VL's; the releases of Qwen3-VL override them.
     override = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family == "qwen3_vl" else {}
     expected = Qwen2VLImageProcessorPil(patch_size=patch, **override, **limits)(image)
-    mean, std = IMAGE_STATISTICS[family]
+    tower = FAMILIES[family].tower
     config = dataclasses.replace(policy.config.vision, patch_size=patch)
-    patches, grid = to_patches(image, config, mean=mean, std=std, **limits)
+    patches, grid = to_patches(image, config, mean=tower.image_mean, std=tower.image_std, **limits)
 
     np.testing.assert_array_equal(patches, expected["pixel_values"])
     np.testing.assert_array_equal([grid], expected["image_grid_thw"])
