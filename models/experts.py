@@ -7,34 +7,25 @@ multiplied in groups: no token is dropped, and no capacity is reserved.
 Logical axes of the experts' kernels are "expert" and, for the model width, "expert_embed". A device
 computes, with the experts that it holds, the tokens of all devices that hold others.
 
-Letters: E experts, K of them for a token, M copies of tokens, C and F input and output width.
+Letters: E experts, K of them for a token, F their width.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
 from models import layers
 from models.config import TextConfig
+from models.grouped import grouped
 from models.layers import Linear, Params, normal
 
 ROUTER = ("embed", None)
 UP, DOWN = ("expert", "expert_embed", None), ("expert", None, "expert_embed")
-# Tile sizes of megablox for rows, inputs and outputs; all three of its products fit a v5e's VMEM.
-_TILE_ROWS, _TILE_INPUTS, _TILE_OUTPUTS = 256, 2048, 512
-# lhs [M, C] and g [M, F] to [E, C, F], for `jax.lax.ragged_dot_general`.
-_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())),
-    lhs_ragged_dimensions=(0,),
-    rhs_group_dimensions=(),
-)
 
 
 class Experts(nnx.Module):
@@ -114,67 +105,3 @@ def _computed(
     # `grouped` leaves what is not ours undefined.
     y = jnp.where(is_ours[:, None], y.astype(jnp.float32) * share.reshape(-1, 1), 0)
     return y.reshape(-1, K, D).sum(1).astype(x.dtype).reshape(x.shape)
-
-
-@jax.custom_vjp
-def grouped(
-    lhs: Float[Array, "M C"], kernels: Float[Array, "E C F"], sizes: Int[Array, " E"]
-) -> Float[Array, "M F"]:
-    """Consecutive rows of lhs, `sizes` of them, times the kernel of their group.
-
-    The rows after the last group are not defined, and have no gradient. TPUs run megablox: for the
-    kernels' gradient the grouped products of JAX would multiply all rows by all kernels, as they do
-    on CPUs and GPUs.
-    """
-    return jax.lax.platform_dependent(
-        lhs, kernels, sizes, tpu=_megablox, default=jax.lax.ragged_dot
-    )
-
-
-def _grouped_bwd(saved, g):
-    lhs, kernels, sizes = saved
-    backward = functools.partial(_megablox, transpose_kernels=True)
-    d_lhs = jax.lax.platform_dependent(
-        g,
-        kernels,
-        sizes,
-        tpu=backward,
-        default=lambda g, kernels, sizes: jax.lax.ragged_dot(g, kernels.swapaxes(1, 2), sizes),
-    )
-    is_grouped = jnp.arange(len(g))[:, None] < sizes.sum()
-    d_kernels = jax.lax.platform_dependent(
-        lhs,
-        g,
-        sizes,
-        tpu=_megablox_by_group,
-        default=lambda lhs, g, sizes: jax.lax.ragged_dot_general(lhs, g, sizes, _BY_GROUP),
-    )
-    return jnp.where(is_grouped, d_lhs, 0), d_kernels.astype(kernels.dtype), None
-
-
-grouped.defvjp(lambda *inputs: (grouped(*inputs), inputs), _grouped_bwd)
-
-
-def _megablox(
-    lhs: Array,
-    kernels: Array,
-    sizes: Array,
-    *,
-    transpose_kernels: bool = False,
-    interpret: bool = False,
-) -> Array:
-    padded, tiling = _padded(lhs)
-    options = {"transpose_rhs": transpose_kernels, "interpret": interpret}
-    return gmm(padded, kernels, sizes, lhs.dtype, tiling, **options)[: len(lhs)]
-
-
-def _megablox_by_group(lhs: Array, g: Array, sizes: Array, *, interpret: bool = False) -> Array:
-    (lhs, tiling), (g, _) = _padded(lhs), _padded(g)
-    return tgmm(lhs.T, g, sizes, g.dtype, tiling, interpret=interpret)
-
-
-def _padded(rows: Array) -> tuple[Array, tuple[int, int, int]]:
-    """Rows in whole tiles, and the tiling."""
-    tile = _TILE_ROWS if len(rows) > 4 * _TILE_ROWS else _TILE_ROWS // 2
-    padded = jnp.pad(rows, ((0, -len(rows) % tile), (0, 0)))
-    return padded, (tile, _TILE_INPUTS, _TILE_OUTPUTS)

@@ -1,7 +1,9 @@
-"""A sparse layer compiled for a TPU that is not there computes the chosen experts alone.
+"""A sparse layer compiled for a TPU or GPU that is not there computes the chosen experts alone.
 
-This file is the program that a test runs with libtpu.
+This file is the program that a test runs with libtpu or the CUDA compiler.
 """
+
+import sys
 
 import pytest
 from compiling import output_with
@@ -10,13 +12,28 @@ from compiling import output_with
 @pytest.mark.exhaustive
 def test_a_tpu_computes_the_chosen_experts_alone():
     """In the gradient too, where the grouped product of JAX needs 130 times as many FLOPs."""
-    ratio, kernels = output_with("libtpu", __file__).splitlines()[-1].split()
+    output = output_with("libtpu", __file__, "v5e:1x1", "tpu_custom_call")
+    kernels, _, ratio = output.splitlines()[-1].split()
     assert 1 <= float(ratio) < 1.1 and int(kernels) == 6
 
 
-def main() -> None:
-    """Prints the FLOPs of a gradient of a layer of Qwen3-VL-30B-A3B over those needed; kernels."""
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("topology", ["h100:1", "rtx4090:1"])
+def test_a_gpu_computes_the_chosen_experts_alone(topology):
+    """The compiler counts no FLOPs; the product of JAX would copy every row for every expert."""
+    output = output_with("cuda", __file__, topology, "gpu.triton")
+    kernels, temporaries, _ = output.splitlines()[-1].split()
+    assert float(temporaries) < 8 and int(kernels) == 6
+
+
+def main(topology: str, call: str) -> None:
+    """Of a gradient of a layer of Qwen3-VL-30B-A3B, compiled.
+
+    Prints its calls of kernels, its temporaries over the size of its widest activation, the gates
+    of all chosen experts, and its FLOPs over those needed.
+    """
     import dataclasses
+    import math
 
     import jax
     import jax.numpy as jnp
@@ -26,7 +43,7 @@ def main() -> None:
     from models import experts
     from models.release.known import RELEASES
 
-    placed = SingleDeviceSharding(find_topology("v5e:1x1").devices[0])
+    placed = SingleDeviceSharding(find_topology(topology).devices[0])
     text, num_tokens = RELEASES["Qwen/Qwen3-VL-30B-A3B-Instruct"].text, 1024
     text = dataclasses.replace(text, num_experts=32)  # as on one of four devices
     D, F, E, K = (
@@ -43,12 +60,14 @@ def main() -> None:
     def loss(params, x):
         return (experts.sparse_mlp(params, x, text)[0].astype(jnp.float32) ** 2).sum()
 
-    lowered = jax.jit(jax.grad(loss, (0, 1))).lower(params, abstract(1, num_tokens, D))
-    compiled = lowered.compile()
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(params, abstract(1, num_tokens, D))
+    platform = "tpu" if call.startswith("tpu") else "cuda"
+    compiled = traced.lower(lowering_platforms=(platform,)).compile()
     needed = 3 * 2 * num_tokens * K * 3 * D * F
-    kernels = compiled.as_text().count("tpu_custom_call")
-    print(compiled.cost_analysis()["flops"] / needed, kernels)
+    flops = (compiled.cost_analysis() or {"flops": math.nan})["flops"]
+    temporaries = compiled.memory_analysis().temp_size_in_bytes / (2 * num_tokens * K * 2 * F)
+    print(compiled.as_text().count(call), temporaries, flops / needed)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Sparse MLPs: the router's rule, grouped products and their gradients, parts of the experts."""
+"""Sparse MLPs: the router's rule, output and gradients, replayed routes, parts of the experts."""
 
 import functools
 
@@ -9,12 +9,6 @@ import pytest
 from sparse_layer import CONFIG, make_params
 
 from models import experts
-
-SIZES = {
-    "all rows": [3, 0, 7, 1, 0, 9],
-    "rows left": [0, 4, 0, 2, 0, 0],
-    "no rows": [0, 0, 0, 0, 0, 0],
-}
 
 
 @pytest.fixture
@@ -89,24 +83,3 @@ def test_parts_of_the_experts_add_up_to_all(params, x):
     ]
     whole, _ = experts.sparse_mlp(params, x, CONFIG)
     np.testing.assert_allclose(sum(parts), whole, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_megablox_and_jax_multiply_the_same_groups(sizes):
-    """Rows of groups alone: the others are not defined."""
-    rng = np.random.default_rng(2)
-    lhs, g = (jnp.asarray(rng.normal(size=(20, n)), jnp.float32) for n in (16, 24))
-    kernels = jnp.asarray(rng.normal(size=(6, 16, 24)), jnp.float32)
-    sizes, num_rows = jnp.array(sizes, jnp.int32), sum(sizes)
-    expert = np.repeat(np.arange(6), sizes)
-    expected = [lhs[i] @ kernels[e] for i, e in enumerate(expert)]
-    megablox = functools.partial(experts._megablox, interpret=True)
-    for product in (megablox, experts.grouped):
-        found = product(lhs, kernels, sizes)[:num_rows]
-        np.testing.assert_allclose(found, np.reshape(expected, (-1, 24)), rtol=1e-4, atol=1e-5)
-    d_lhs, d_kernels, _ = experts._grouped_bwd((lhs, kernels, sizes), g)
-    back = megablox(g, kernels, sizes, transpose_kernels=True)[:num_rows]
-    np.testing.assert_allclose(back, d_lhs[:num_rows], rtol=1e-4, atol=1e-5)
-    by_group = experts._megablox_by_group(lhs, g, sizes, interpret=True)
-    np.testing.assert_allclose(by_group, d_kernels, rtol=1e-4, atol=1e-5)
-    assert not d_lhs[num_rows:].any() and not d_kernels[np.array(sizes) == 0].any()
