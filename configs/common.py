@@ -83,6 +83,7 @@ def get_config() -> ConfigDict:
     model.moments_dtype = "float32"  # dtype of the optimizer state; likewise
     model.lora_rank = 0  # above 0: train only LoRA adapters on the decoder's linear layers
     model.lora_alpha = 32.0  # adapters are scaled by lora_alpha / lora_rank
+    model.lora_experts = False  # adapters on the experts of a sparse decoder too
     # Kept in host memory: "reference", "optimizer", "rollouts" (the slots of rl.carry_over between
     # two steps).
     model.offload = ()

@@ -12,6 +12,7 @@ Letters: E experts, K of them for a token, F their width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,19 +23,26 @@ from jaxtyping import Array, Float, Int
 from models import layers
 from models.config import TextConfig
 from models.grouped import grouped
-from models.layers import Linear, Params, normal
+from models.layers import Axes, Linear, Params, normal
 
 ROUTER = ("embed", None)
 UP, DOWN = ("expert", "expert_embed", None), ("expert", None, "expert_embed")
 
 
+class Kernels(nnx.Module):
+    """A kernel of every expert."""
+
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: Axes, dtype: Any):
+        self.kernel = normal(rngs, shape, axes, dtype, fan_in=shape[1])
+
+
 class Experts(nnx.Module):
-    """Kernels of E gated MLPs of width F."""
+    """E gated MLPs of width F."""
 
     def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up = normal(rngs, (E, D, 2 * F), UP, dtype, fan_in=D)
-        self.down = normal(rngs, (E, F, D), DOWN, dtype, fan_in=F)
+        self.gate_up = Kernels(rngs, (E, D, 2 * F), UP, dtype)
+        self.down = Kernels(rngs, (E, F, D), DOWN, dtype)
 
 
 class SparseMLP(nnx.Module):
@@ -55,8 +63,20 @@ def sparse_mlp(
     Also returns the router's own choice. `routes` are the experts to use in its place, -1 for none.
     """
     share, chosen, own = route(p["router"], x, config, routes)
-    experts = p["experts"]["gate_up"], p["experts"]["down"]
-    return layers.over_experts(_computed, (UP, DOWN))((x, share, chosen), experts), own
+    up, down = (
+        _with_adapter(p["experts"][name], axes) for name, axes in (("gate_up", UP), ("down", DOWN))
+    )
+    arrays, axes = zip(*up, *down, strict=True)
+    return layers.over_experts(_computed, axes)((x, share, chosen), arrays), own
+
+
+def _with_adapter(p: Params, axes: Axes) -> list[tuple[Array, Axes]]:
+    """The kernels, with the A and the scaled B of an adapter (`models.lora`), and their axes."""
+    parts = [(p["kernel"], axes)]
+    if "lora_a" in p:
+        b = p["lora_scale"].astype(p["lora_b"].dtype) * p["lora_b"]
+        parts += [(p["lora_a"], (*axes[:2], None)), (b, (axes[0], None, axes[2]))]
+    return parts
 
 
 def route(
@@ -81,17 +101,18 @@ def route(
 
 
 def _computed(
-    tokens: tuple[Array, Array, Array], experts: tuple[Array, Array], first: int | Array
+    tokens: tuple[Array, Array, Array], experts: Sequence[Array], first: int | Array
 ) -> Array:
     """What experts first, first + 1, ... add to the output of these tokens, 0 for the others'.
 
     Args:
         tokens: x [B, ..., D], and share and chosen [B, ..., K] of `route`.
-        experts: gate_up [E, D, 2F] and down [E, F, D], cast to the dtype of x.
+        experts: gate_up [E, D, 2F] and down [E, F, D], cast to the dtype of x, or each of them
+            followed by the A and the scaled B of its adapter.
     """
     x, share, chosen = tokens
-    gate_up, down = experts
-    (E, D), K = gate_up.shape[:2], chosen.shape[-1]
+    gate_up, down = experts[: len(experts) // 2], experts[len(experts) // 2 :]
+    (E, D), K = gate_up[0].shape[:2], chosen.shape[-1]
     expert = (chosen - first).reshape(-1)
     is_ours = (expert >= 0) & (expert < E)
     expert = jnp.where(is_ours, expert, E)  # copies for other experts come last
@@ -99,9 +120,19 @@ def _computed(
     sizes = jnp.bincount(expert, length=E + 1)[:E].astype(jnp.int32)
     copies = jnp.repeat(x.reshape(-1, D), K, axis=0)
     copies = copies.at[order].get(unique_indices=True)
-    gate, up = jnp.split(grouped(copies, gate_up, sizes), 2, axis=-1)
-    y = grouped(jax.nn.silu(gate) * up, down, sizes)
+    gate, up = jnp.split(_adapted(copies, gate_up, sizes), 2, axis=-1)
+    y = _adapted(jax.nn.silu(gate) * up, down, sizes)
     y = y.at[jnp.argsort(order)].get(unique_indices=True)
     # `grouped` leaves what is not ours undefined.
     y = jnp.where(is_ours[:, None], y.astype(jnp.float32) * share.reshape(-1, 1), 0)
     return y.reshape(-1, K, D).sum(1).astype(x.dtype).reshape(x.shape)
+
+
+def _adapted(rows: Array, kernels: Sequence[Array], sizes: Array) -> Array:
+    """Grouped products with kernels, plus those with A and then B where there is an adapter."""
+    kernel, *adapter = kernels
+    y = grouped(rows, kernel, sizes)
+    if not adapter:
+        return y
+    a, b = adapter
+    return y + grouped(grouped(rows, a, sizes), b, sizes)

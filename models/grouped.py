@@ -9,6 +9,7 @@ Letters: M rows, E groups, C and F input and output width.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +162,7 @@ def _triton_by_group(lhs: Array, g: Array, sizes: Array, *, interpret: bool = Fa
     return _call(body, grid, (len(sizes), C, F), lists, (lhs, g), interpret)
 
 
-def _part(start: Array | int, size: int, stop: Array | int) -> tuple[pl.Slice, Array]:
+def _part(start: Array | int, size: int, stop: Array | int) -> tuple[Any, Array]:
     """`size` places from `start`, and which of them are before `stop`."""
     return pl.ds(start, size), start + jnp.arange(size) < stop
 

@@ -9,7 +9,7 @@ new adapters do not change the output.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,37 +19,37 @@ from jaxtyping import Array
 
 from models.layers import Params
 
-_NUM_INPUTS = {"q": 1, "k": 1, "v": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
+_NUM_INPUTS = {"q": 1, "k": 1, "v": 1, "out": 2, "gate": 1, "up": 1, "down": 1, "gate_up": 1}
 _LEAVES = ("lora_a", "lora_b", "lora_scale")
 Path = tuple[str, ...]
 
 
-def add(params: Params, rng: Array, *, rank: int, alpha: float) -> Params:
-    """The training layout with an adapter at every linear layer of the decoder.
+def add(params: Params, rng: Array, *, rank: int, alpha: float, experts: bool = False) -> Params:
+    """The training layout with an adapter at every linear layer of the decoder but the router.
 
     A is drawn from N(0, 1/inputs), the product is scaled by α/rank, and existing adapters are
-    replaced.
+    replaced. Those of a sparse decoder's `experts` are added if asked, each with its own.
     """
     flat: dict[Path, Any] = flatten_dict(without(params))
-    for number, path in enumerate(p for p in list(flat) if _is_adapted(p)):
+    for number, path in enumerate(_adapted(flat, experts)):
         kernel = flat[path]
-        num_layers, inputs, outputs = _split(path, kernel.shape)
+        stacked, inputs, outputs = _split(path, kernel.shape)
         key = jax.random.fold_in(rng, number)
-        a = jax.random.normal(key, (num_layers, *inputs, rank)) * math.prod(inputs) ** -0.5
+        a = jax.random.normal(key, (*stacked, *inputs, rank)) * math.prod(inputs) ** -0.5
         flat[*path[:-1], "lora_a"] = a.astype(kernel.dtype)
-        flat[*path[:-1], "lora_b"] = jnp.zeros((num_layers, rank, *outputs), kernel.dtype)
-        flat[*path[:-1], "lora_scale"] = jnp.full((num_layers,), alpha / rank, jnp.float32)
+        flat[*path[:-1], "lora_b"] = jnp.zeros((*stacked, rank, *outputs), kernel.dtype)
+        flat[*path[:-1], "lora_scale"] = jnp.full(stacked[:1], alpha / rank, jnp.float32)
     return unflatten_dict(flat)
 
 
-def add_axes(axes: Params) -> Params:
+def add_axes(axes: Params, *, experts: bool = False) -> Params:
     """Logical axes of the tree that `add` returns, from those of the base parameters."""
     flat: dict[Path, Any] = flatten_dict(axes)
-    for path in [p for p in flat if _is_adapted(p)]:
-        layers, inputs, outputs = _split(path, flat[path])
-        flat[*path[:-1], "lora_a"] = (layers, *inputs, None)
-        flat[*path[:-1], "lora_b"] = (layers, None, *outputs)
-        flat[*path[:-1], "lora_scale"] = (layers,)
+    for path in _adapted(flat, experts):
+        stacked, inputs, outputs = _split(path, flat[path])
+        flat[*path[:-1], "lora_a"] = (*stacked, *inputs, None)
+        flat[*path[:-1], "lora_b"] = (*stacked, None, *outputs)
+        flat[*path[:-1], "lora_scale"] = stacked[:1]
     return unflatten_dict(flat)
 
 
@@ -67,7 +67,9 @@ def merged(params: Params) -> Params:
 
 def _merged_layer(kernel: Array, *adapter: Array) -> Array:
     a, b, scale = (leaf.astype(jnp.float32) for leaf in adapter)
-    return (kernel + scale * jnp.tensordot(a, b, 1)).astype(kernel.dtype)
+    of_experts = a.ndim + b.ndim > kernel.ndim + 2
+    product = jnp.matmul(a, b) if of_experts else jnp.tensordot(a, b, 1)
+    return (kernel + scale * product).astype(kernel.dtype)
 
 
 def _one_by_one(*arrays: Array) -> Array:
@@ -87,8 +89,10 @@ def concatenated(adapters: Sequence[Params]) -> Params:
     """
 
     def concatenate(path: Any, *leaves: Array) -> Array:
-        axis = {"lora_a": -1, "lora_b": 1}.get(path[-1].key)
-        return leaves[0] if axis is None else jnp.concatenate(leaves, axis)
+        if path[-1].key == "lora_scale":
+            return leaves[0]
+        stacked, *_ = _split(tuple(part.key for part in path), leaves[0].shape)
+        return jnp.concatenate(leaves, -1 if path[-1].key == "lora_a" else len(stacked))
 
     return jax.tree_util.tree_map_with_path(concatenate, *adapters)
 
@@ -103,11 +107,16 @@ def is_adapter(path: Path) -> bool:
     return path[-1] in ("lora_a", "lora_b")
 
 
-def _is_adapted(path: Path) -> bool:
-    return path[:2] == ("text", "layers") and path[-1] == "kernel" and path[-2] in _NUM_INPUTS
+def _adapted(flat: Mapping[Path, Any], experts: bool) -> list[Path]:
+    """The paths of kernels that have adapters."""
+    decoder = [p for p in flat if p[:2] == ("text", "layers") and p[-1] == "kernel"]
+    return [p for p in decoder if p[-2] in _NUM_INPUTS and (experts or "experts" not in p)]
 
 
-def _split(path: Path, dims: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """Splits the dimensions of a stacked kernel into layers, inputs and outputs."""
-    end = 1 + _NUM_INPUTS[path[-2]]
-    return dims[0], dims[1:end], dims[end:]
+def _split(
+    path: Path, dims: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Splits the dimensions of a kernel into stacked (layers, experts), inputs and outputs."""
+    start = 2 if "experts" in path else 1
+    end = start + _NUM_INPUTS[path[-2]]
+    return dims[:start], dims[start:end], dims[end:]

@@ -36,6 +36,10 @@ OPTIONS = {
         **{"family": "qwen3_vl_moe", "rl.replay_routes": True, "rl.carry_over": 0.5},
         **{"rl.decode_prompts": 12, "rl.decode_rows": 2, "model.remat": "layer"},
     },
+    "adapters on experts": {
+        **{"family": "qwen3_vl_moe", "model.lora_rank": 2, "model.lora_experts": True},
+        **{"rl.old_logp": "trainer"},
+    },
     "no reflection, no reference": {
         **{"care.reflect": False, "care.beta": 0.0, "care.region_weights": False},
         **{"model.offload": ("optimizer",), "model.moments_dtype": "bfloat16"},
@@ -103,9 +107,10 @@ def test_replayed_routes_bring_the_trainer_near_the_sampler(tmp_path, monkeypatc
     assert 1 < own["experts/busiest"] <= 8 and own["experts/idle"] < 1
 
 
-def test_a_dense_decoder_has_no_routes_to_replay(tmp_path):
-    with pytest.raises(ValueError, match=r"rl\.replay_routes is for a sparse decoder"):
-        main.run_stages(small_config(**{"rl.replay_routes": True}), tmp_path)
+@pytest.mark.parametrize("key", ["rl.replay_routes", "model.lora_experts"])
+def test_keys_of_experts_are_refused_with_a_dense_decoder(tmp_path, key):
+    with pytest.raises(ValueError, match=f"{key} is for a sparse decoder"):
+        main.run_stages(small_config(**{key: True}), tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

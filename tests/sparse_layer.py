@@ -12,5 +12,8 @@ CONFIG = dataclasses.replace(qwen3_vl_moe().text, hidden_size=16, intermediate_s
 def make_params(num_experts=CONFIG.num_experts):
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    kernels = {"gate_up": draw(num_experts, 16, 24), "down": draw(num_experts, 12, 16)}
+    kernels = {
+        "gate_up": {"kernel": draw(num_experts, 16, 24)},
+        "down": {"kernel": draw(num_experts, 12, 16)},
+    }
     return {"router": {"kernel": draw(16, num_experts)}, "experts": kernels}

@@ -165,7 +165,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("model.backbone*", _ANY, _BACKBONE),
     ("model.compute_dtype", _DTYPES, FIXED),
     ("model.attention", ("auto", "xla", "kernel"), _COMPUTED),
-    ("model.freeze_*", _ANY, FIXED),
+    ("model.freeze_* model.lora_experts", _ANY, FIXED),
     ("model.remat", layers.REMATS, _COMPUTED),
     ("model.*_dtype", _DTYPES, FIXED),
     ("model.lora_rank", "[0, inf)", FIXED),

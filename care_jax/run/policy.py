@@ -62,13 +62,18 @@ def policy_of(config: ConfigDict) -> Policy:
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:
-    """Rejects what needs the model: a reflected context without room, routes of a dense decoder."""
+    """Rejects keys that do not fit the model: no room for a reflection, experts that it lacks."""
     rl, care = config.rl, config.care
-    if rl.replay_routes and not policy.config.text.num_experts:
-        raise ValueError(
-            f"rl.replay_routes is for a sparse decoder, and {policy.config.family!r} chooses no "
-            "experts; set it to False"
-        )
+    of_experts = {
+        "rl.replay_routes": rl.replay_routes,
+        "model.lora_experts": config.model.lora_experts,
+    }
+    for key, is_set in of_experts.items():
+        if is_set and not policy.config.text.num_experts:
+            raise ValueError(
+                f"{key} is for a sparse decoder, and {policy.config.family!r} has no experts; set "
+                "it to False"
+            )
     has_reflection = "rl" in config.stages and objective_of(config).has_reflection
     if not has_reflection or care.reflect_mode == "resample":
         return

@@ -199,7 +199,8 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
     model = run.config.model
     if model.lora_rank:
         rng = jax.random.key(run.config.seed)
-        params = lora.add(params, rng, rank=model.lora_rank, alpha=model.lora_alpha)
+        options = {"rank": model.lora_rank, "experts": model.lora_experts}
+        params = lora.add(params, rng, alpha=model.lora_alpha, **options)
         params = jax.device_put(params, sharding.of(params_of(run)))
     state = _init_state(run, params, adamw)
     return jax.device_put(state, _state_shardings(run, state))
@@ -207,14 +208,15 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
 
 def params_of(run: Run) -> Params:
     """Shape, dtype and sharding of every trained or frozen parameter, adapters included."""
-    config, rank = run.policy.config, run.config.model.lora_rank
+    config, model = run.policy.config, run.config.model
+    rank, experts = model.lora_rank, model.lora_experts
 
     def init(key):
-        params = backbone.init(config, key, jnp.dtype(run.config.model.param_dtype))
-        return lora.add(params, key, rank=rank, alpha=1.0) if rank else params
+        params = backbone.init(config, key, jnp.dtype(model.param_dtype))
+        return lora.add(params, key, rank=rank, alpha=1.0, experts=experts) if rank else params
 
     axes = backbone.logical_axes(config)
-    axes = lora.add_axes(axes) if rank else axes
+    axes = lora.add_axes(axes, experts=experts) if rank else axes
     shapes = jax.eval_shape(init, jax.random.key(0))
     rules = run.config.sharding_rules
     return sharding.abstract(shapes, sharding.param_shardings(axes, shapes, rules, run.mesh))

@@ -41,8 +41,8 @@ _MLP = (
 _EXPERTS = "text/layers/mlp/experts/"  # stored in a release as here: [experts, inputs, outputs]
 _SPARSE_MLP = (
     ("model.layers.{}.mlp.gate", "text/layers/mlp/router", 1),
-    ("model.layers.{}.mlp.experts.gate_up_proj", f"{_EXPERTS}gate_up", 0),
-    ("model.layers.{}.mlp.experts.down_proj", f"{_EXPERTS}down", 0),
+    ("model.layers.{}.mlp.experts.gate_up_proj", f"{_EXPERTS}gate_up", 1),
+    ("model.layers.{}.mlp.experts.down_proj", f"{_EXPERTS}down", 1),
 )
 _QK_NORMS = (
     ("model.layers.{}.self_attn.q_norm", "text/layers/attention/q_norm", 0),
@@ -209,7 +209,7 @@ def _rows(family: str) -> Iterator[tuple[str, str, int]]:
     """(tensor in the release, our path, number of input axes) of every module's parameters."""
     for module, path, num_inputs in _TABLES[family]:
         if path.startswith(_EXPERTS):
-            yield release_name(module, family), path, 0
+            yield release_name(module, family), f"{path}/kernel", num_inputs
             continue
         leaf = "kernel" if num_inputs else "scale" if path.endswith("norm") else "table"
         yield release_name(f"{module}.weight", family), f"{path}/{leaf}", num_inputs

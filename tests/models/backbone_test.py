@@ -31,7 +31,7 @@ def test_axes_name_every_dimension_and_every_model_axis(config):
 def test_init_has_variance_one_over_fan_in_and_differs_by_layer(config):
     params = jax.jit(lambda: backbone.init(config, jax.random.key(0)))()["text"]
     mlp = params["layers"]["mlp"]
-    up = mlp["experts"]["gate_up"] if config.text.num_experts else mlp["up"]["kernel"]
+    up = mlp["experts"]["gate_up"]["kernel"] if config.text.num_experts else mlp["up"]["kernel"]
     np.testing.assert_allclose(np.std(up), config.text.hidden_size**-0.5, rtol=0.05)
     table = params["embed"]["table"]
     np.testing.assert_allclose(np.std(table), config.text.hidden_size**-0.5, rtol=0.05)

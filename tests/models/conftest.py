@@ -41,7 +41,6 @@ def make_params():
     def make(config: BackboneConfig) -> dict:
         rng = np.random.default_rng(0)
         spread = {"kernel": (0, 0.2), "bias": (0, 0.5), "scale": (1, 0.4), "table": (0, 0.7)}
-        spread |= {"gate_up": (0, 0.2), "down": (0, 0.2)}  # of experts
 
         def draw(path, leaf):
             return jnp.asarray(rng.normal(*spread[path[-1].key], leaf.shape), jnp.float32)

@@ -401,5 +401,8 @@ def test_axes_of_the_decode_layout_name_its_dimensions(config):
     assert len(name_of) == len(sizes)  # so that a size tells the name; all others have none
     expected = jax.tree.map(lambda shape: tuple(map(name_of.get, shape.shape)), shapes)
     for layer in expected["layers"] if text.num_experts else ():
-        layer["mlp"]["experts"] = {"gate_up": experts.UP, "down": experts.DOWN}
+        layer["mlp"]["experts"] = {
+            "gate_up": {"kernel": experts.UP},
+            "down": {"kernel": experts.DOWN},
+        }
     assert axes == expected

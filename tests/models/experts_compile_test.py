@@ -54,7 +54,7 @@ def main(topology: str, call: str) -> None:
     def abstract(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed)
 
-    kernels = {"gate_up": abstract(E, D, 2 * F), "down": abstract(E, F, D)}
+    kernels = {"gate_up": {"kernel": abstract(E, D, 2 * F)}, "down": {"kernel": abstract(E, F, D)}}
     params = {"router": {"kernel": abstract(D, E)}, "experts": kernels}
 
     def loss(params, x):

@@ -28,8 +28,8 @@ def densely(params, x, config):
     kth = jnp.sort(probabilities)[..., -config.num_experts_per_token, None]
     share = jnp.where(probabilities >= kth, probabilities, 0)
     share = share / share.sum(-1, keepdims=True)
-    gate, up = jnp.split(jnp.einsum("btd,edf->btef", x, p["gate_up"]), 2, axis=-1)
-    return jnp.einsum("btef,efd,bte->btd", jax.nn.silu(gate) * up, p["down"], share)
+    gate, up = jnp.split(jnp.einsum("btd,edf->btef", x, p["gate_up"]["kernel"]), 2, axis=-1)
+    return jnp.einsum("btef,efd,bte->btd", jax.nn.silu(gate) * up, p["down"]["kernel"], share)
 
 
 def test_the_router_keeps_the_largest_probabilities_and_renormalises_them():
@@ -76,7 +76,7 @@ def test_a_replayed_token_uses_the_given_experts_at_the_routers_own_probabilitie
 def test_parts_of_the_experts_add_up_to_all(params, x):
     """As devices that hold two and six of the eight."""
     share, chosen, _ = experts.route(params["router"], x, CONFIG)
-    kernels = params["experts"]["gate_up"], params["experts"]["down"]
+    kernels = [params["experts"][name]["kernel"] for name in ("gate_up", "down")]
     parts = [
         experts._computed((x, share, chosen), [k[first:last] for k in kernels], first)
         for first, last in ((0, 2), (2, 8))

@@ -11,7 +11,7 @@ from models import backbone, lora
 @pytest.fixture(scope="module")
 def adapted(params):
     """Adapters that have learned something."""
-    adapted = lora.add(params, jax.random.key(1), rank=2, alpha=6.0)
+    adapted = lora.add(params, jax.random.key(1), rank=2, alpha=6.0, experts=True)
 
     def learned(path, x):
         is_b = path[-1].key == "lora_b"
@@ -66,7 +66,7 @@ def test_decoding_takes_the_merged_weights(adapted, config):
 
 
 def test_axes_name_every_dimension(adapted, config):
-    axes = lora.add_axes(backbone.logical_axes(config))
+    axes = lora.add_axes(backbone.logical_axes(config), experts=True)
     jax.tree.map(
         lambda names, x: np.testing.assert_equal(len(names), x.ndim),
         axes,
@@ -76,6 +76,20 @@ def test_axes_name_every_dimension(adapted, config):
     out = axes["text"]["layers"]["attention"]["out"]
     assert out["lora_a"] == ("layers", "heads", "head_dim", None)
     assert out["lora_b"] == ("layers", None, "embed")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+def test_experts_have_adapters_of_their_own_if_asked(adapted, params, config):
+    mlp = adapted["text"]["layers"]["mlp"]
+    down, (E, D) = mlp["experts"]["down"], (config.text.num_experts, config.text.hidden_size)
+    assert down["lora_a"].shape == (3, E, config.text.intermediate_size, 2)
+    assert down["lora_b"].shape == (3, E, 2, D) and mlp["router"].keys() == {"kernel"}
+    merged = lora.merged(adapted)["text"]["layers"]["mlp"]["experts"]["down"]["kernel"]
+    change = 6.0 / 2 * np.einsum("lefr,lerd->lefd", down["lora_a"], down["lora_b"])
+    np.testing.assert_allclose(merged, down["kernel"] + change, atol=1e-6)
+    unasked = lora.add(params, jax.random.key(1), rank=2, alpha=6.0)
+    assert unasked["text"]["layers"]["mlp"]["experts"]["down"].keys() == {"kernel"}
+    assert "lora_a" in unasked["text"]["layers"]["attention"]["q"]
 
 
 def test_adding_again_starts_anew(adapted, params):

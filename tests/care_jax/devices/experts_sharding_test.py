@@ -8,13 +8,23 @@ from sparse_layer import CONFIG, make_params
 
 from care_jax.devices import placement, sharding
 from configs import common
-from models import experts
+from models import experts, lora
 
 DEFAULTS = common.get_config()
 AXES = {
     "router": {"kernel": experts.ROUTER},
-    "experts": {"gate_up": experts.UP, "down": experts.DOWN},
+    "experts": {"gate_up": {"kernel": experts.UP}, "down": {"kernel": experts.DOWN}},
 }
+ADAPTED = {
+    name: {
+        **AXES["experts"][name],
+        "lora_a": (*axes[:2], None),
+        "lora_b": (axes[0], None, axes[2]),
+        "lora_scale": (),
+    }
+    for name, axes in (("gate_up", experts.UP), ("down", experts.DOWN))
+}
+ADAPTED_AXES = {**AXES, "experts": ADAPTED}
 
 
 def loss(params, x):
@@ -24,7 +34,9 @@ def loss(params, x):
 def on_mesh(sizes, rules, params, x):
     """Value and gradients, with everything placed as the rules say."""
     mesh = sharding.make_mesh(*sizes)
-    params = jax.device_put(params, sharding.param_shardings(AXES, params, rules, mesh))
+    has_adapters = "lora_a" in params["experts"]["down"]
+    axes = ADAPTED_AXES if has_adapters else AXES
+    params = jax.device_put(params, sharding.param_shardings(axes, params, rules, mesh))
     x = jax.device_put(x, sharding.batch_sharding(mesh, rules))
     return jax.jit(jax.value_and_grad(placement.placed(loss, rules, mesh), (0, 1)))(params, x)
 
@@ -43,6 +55,22 @@ def test_outputs_and_gradients_are_those_of_one_device(sizes, rules, shape):
     for expected, found in zip(*map(jax.tree.leaves, (one, many)), strict=True):
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_of_experts_are_sharded_with_them():
+    rules = DEFAULTS.sharding_rules
+    experts_of = {"text": {"layers": {"mlp": jax.tree.map(lambda a: a[None], make_params())}}}
+    params = lora.add(experts_of, jax.random.key(0), rank=3, alpha=6.0, experts=True)
+    params = jax.tree.map(lambda a: a[0], params["text"]["layers"]["mlp"])
+    for name in ("gate_up", "down"):
+        b = params["experts"][name]["lora_b"]
+        params["experts"][name]["lora_b"] = jax.random.normal(jax.random.key(1), b.shape)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 5, 16)), jnp.float32)
+    one = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
+    many = on_mesh((1, 2, 2, 2), rules, params, x)
+    for expected, found in zip(*map(jax.tree.leaves, (one, many)), strict=True):
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-4)
 
 
 def test_experts_that_do_not_divide_are_refused():

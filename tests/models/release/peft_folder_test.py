@@ -26,7 +26,8 @@ def adapted(params):
     """The adapters of two stages that have learned something."""
 
     def learned(seed):
-        adapters = lora.only(lora.add(params, jax.random.key(seed), rank=RANK, alpha=ALPHA))
+        added = lora.add(params, jax.random.key(seed), rank=RANK, alpha=ALPHA, experts=True)
+        adapters = lora.only(added)
 
         def draw(path, x):
             if path[-1].key != "lora_b":
@@ -103,10 +104,13 @@ def test_peft_computes_the_logits_of_the_merged_weights(
 def test_the_folder_is_in_the_layout_that_vllm_reads(exported, config):
     """Names of lora_A and lora_B alone under the prefix it strips, and a pattern it can parse.
 
+    Those of experts are named as `peft` names them, see the test above.
+
     vLLM takes the modules' names out of the pattern's last parentheses.
     """
     folder = exported[1]
-    names = load_file(folder / peft_folder.WEIGHTS)
+    written = load_file(folder / peft_folder.WEIGHTS)
+    names = {name: a for name, a in written.items() if ".mlp.experts." not in name}
     fields = json.loads((folder / "adapter_config.json").read_text())
     targets = re.search(r"\((.*?)\)\$?$", fields["target_modules"]).group(1).split("|")
     decoder = r"model\.language_model" if config.vision else "model"
@@ -115,8 +119,9 @@ def test_the_folder_is_in_the_layout_that_vllm_reads(exported, config):
     assert all(modules)
     assert {match.group(2) for match in modules} == set(targets)
     assert all(re.fullmatch(fields["target_modules"], match.group(1)) for match in modules)
-    num_adapted = 4 if config.text.num_experts else 7  # of a sparse decoder, the attention alone
+    num_adapted = 4 if config.text.num_experts else 7  # of a sparse decoder, the attention
     assert len(names) == 2 * num_adapted * config.text.num_layers
+    assert len(written) - len(names) == (4 * config.text.num_layers if num_adapted == 4 else 0)
     assert fields["r"] == 2 * RANK and fields["lora_alpha"] == 2 * ALPHA
     assert all(
         tensor.shape[0 if ".lora_A." in name else 1] == 2 * RANK for name, tensor in names.items()
