@@ -232,6 +232,9 @@ def get_config() -> ConfigDict:
     care.gamma_share = 0.0
     care.gamma_neg = 0.0  # γ⁻, weight of rationale tokens in all other rollouts
     care.eps_w = 1e-6  # ε_w, added to the sum of a rollout's token weights (eq:token-adv)
+    # "prompt": the mean over a prompt's S*, then over prompts (eq:ppo); "batch": over all S* at
+    # once, under which a prompt's credit is the same for every K'.
+    care.mean = "prompt"
     care.reflect = True  # reflection-guided resampling (RGR)
     # "cue", or a control: "no_cue"; "resample", a fresh rollout without cue and failed rationale
     # (both in fig:rgr_ablation); "shuffled", the words of the cue in random order.

@@ -235,6 +235,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("care.gamma_share", "[0, 1)", FIXED),
     ("care.gamma_*", "[0, 1]", FIXED),
     ("care.reflect_mode", reflection.MODES, FIXED),
+    ("care.mean", ("prompt", "batch"), FIXED),
     ("care.reflect_credit", ("as_sampled", "prompt_only"), FIXED),
     ("care.cue", _ANY, FIXED),
     ("dapo.max_tries", "[1, inf)", FIXED),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -85,31 +85,37 @@ def context_tokens(
 
 
 def without_context(
-    rollouts: Rollouts, scores: Scores, pad_token_id: int
+    rollouts: Rollouts, scores: Scores, opening: Sequence[int], pad_token_id: int
 ) -> tuple[Rollouts, Scores]:
-    """Removes forced tokens from the rows (`care.reflect_credit = "prompt_only"`, on the host).
+    """Removes the context from the rows (`care.reflect_credit = "prompt_only"`, on the host).
 
-    The rows are then trained as responses to the prompt alone, which they were not sampled from:
-    their old log-probabilities must be recomputed. Verdicts are of the whole response.
+    Its first tokens become `opening`, the tokens of the opening think tag, and stay forced: what
+    was sampled is the rest of a rationale. The rows are then trained as responses to the prompt
+    alone, which they were not sampled from: their old log-probabilities must be recomputed.
+    Verdicts are of the whole response.
     """
     is_forced = np.asarray(rollouts.is_forced)
     num_tokens = is_forced.shape[-1]
-    source = np.arange(num_tokens) + is_forced.sum(-1, keepdims=True)
-    is_inside = source < num_tokens
+    num_forced = is_forced.sum(-1, keepdims=True)
+    num_kept = np.minimum(num_forced, len(opening))
+    source = np.arange(num_tokens) + num_forced - num_kept
+    is_opening, is_inside = np.arange(num_tokens) < num_kept, source < num_tokens
     source = np.minimum(source, num_tokens - 1)
 
     def shift(x, fill):
         return np.where(is_inside, np.take_along_axis(np.asarray(x), source, -1), fill)
 
     drawn_logp, routes = rollouts.drawn_logp, rollouts.routes
+    tokens = shift(rollouts.tokens, pad_token_id)
+    tag = np.resize(np.asarray(opening, tokens.dtype), num_tokens)
     return dataclasses.replace(
         rollouts,
-        tokens=shift(rollouts.tokens, pad_token_id),
+        tokens=np.where(is_opening, tag, tokens),
         is_valid=shift(rollouts.is_valid, False),
         logp=shift(rollouts.logp, 0.0),
         drawn_logp=None if drawn_logp is None else shift(drawn_logp, 0.0),
         routes=None if routes is None else np.full_like(routes, -1),  # of another context
-        is_forced=np.zeros_like(is_forced),
+        is_forced=is_opening,
     ), dataclasses.replace(
         scores, is_think=shift(scores.is_think, False), is_answer=shift(scores.is_answer, False)
     )

@@ -41,6 +41,7 @@ class CareSettings:
     gamma_neg: float
     gamma_share: float
     eps_w: float  # ε_w of `objective.token_advantages`
+    mean: str  # over S*: "prompt", of each prompt and then of prompts; "batch", of all rows at once
 
     def only(self, *names: str) -> dict[str, Any]:
         """Some of the settings, as keyword arguments."""
@@ -78,7 +79,8 @@ def care_credit(
     """CARE: advantages within the subgroup, region weights, mean over S* = {A ≠ 0} (eq:ppo).
 
     Slot G is the reflected row, unused where `has_reflection` is false. R may be G if no prompt
-    has a reflected row.
+    has a reflected row. sqrt(K / K') gives every prompt's rows the same Σ|A|, which a mean over the
+    batch's S* keeps; one over each prompt's divides it by |S*| again.
     """
     num_rows = scores.reward.shape[1]
     reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
@@ -95,12 +97,16 @@ def care_credit(
     weights = _over_rows(weights_of)(*spans, scores.acc == 1)
     shared_out = functools.partial(objective.token_advantages, eps_w=settings.eps_w)
     in_subgroup = advantage != 0
-    num_members = in_subgroup.sum(-1, keepdims=True)
+    num_members = in_subgroup.sum(-1).astype(jnp.float32)
+    row_weight, prompt_weight = in_subgroup.astype(jnp.float32), num_members
+    if settings.mean == "prompt":
+        row_weight = row_weight / jnp.maximum(num_members, 1)[:, None]
+        prompt_weight = (num_members > 0).astype(jnp.float32)
     return Credit(
         advantage=advantage,
         token_advantage=_over_rows(shared_out)(advantage, weights),
-        row_weight=in_subgroup / jnp.maximum(num_members, 1),
-        prompt_weight=(num_members[:, 0] > 0).astype(jnp.float32),
+        row_weight=row_weight,
+        prompt_weight=prompt_weight,
         is_trained=is_sampled & in_subgroup[..., None],
     )
 

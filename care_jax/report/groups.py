@@ -61,8 +61,8 @@ def describe(step: int, groups: Groups, index: int, wording: Wording) -> dict[st
             "cue": wording.cue,
             "before": failed["answer"],
             "after": reflected["answer"],
-            # `care.reflect_credit = "prompt_only"` removes the context from the row.
-            "has_context": bool(context),
+            # `care.reflect_credit = "prompt_only"` leaves the tag alone.
+            "has_context": context not in ("", f"<{wording.think_tag}>"),
             "num_given": len(context),  # leading characters that were forced, cue included
         }
     if group.raw is not None:

@@ -421,8 +421,10 @@ def _with_reflected(
         last.components.fill({})
     if reflected is not None and len(index):
         if run.config.care.reflect_credit == "prompt_only":
+            policy = run.policy
+            opening = policy.tokenizer.encode(f"<{policy.think_tag}>", add_special_tokens=False)
             rollouts, scores = reflection.without_context(
-                reflected.rollouts, reflected.scores, run.policy.config.pad_token_id
+                reflected.rollouts, reflected.scores, opening, policy.config.pad_token_id
             )
             reflected = dataclasses.replace(reflected, rollouts=rollouts, scores=scores)
         for empty, found in zip(jax.tree.leaves(last), jax.tree.leaves(reflected), strict=True):

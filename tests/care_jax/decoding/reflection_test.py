@@ -85,7 +85,7 @@ def test_a_cue_of_one_word_is_not_shuffled():
             reflection.cue_text(cue, "shuffled", seed=0)
 
 
-def test_rows_without_context_keep_what_was_sampled():
+def test_rows_without_context_keep_the_tag_and_what_was_sampled():
     tokens = np.array([[[5, 6, 7, 8, 2]], [[7, 8, 9, 2, 2]]])
     is_valid = tokens > 2
     is_forced = np.zeros_like(is_valid)
@@ -108,11 +108,12 @@ def test_rows_without_context_keep_what_was_sampled():
         num_answer=jnp.ones((2, 1)),
         has_answer=np.ones((2, 1), bool),
     )
-    rollouts, scores = reflection.without_context(rollouts, scores, pad_token_id=2)
-    np.testing.assert_array_equal(rollouts.tokens[:, 0], [[7, 8, 2, 2, 2], [7, 8, 9, 2, 2]])
+    rollouts, scores = reflection.without_context(rollouts, scores, [4], pad_token_id=2)
+    np.testing.assert_array_equal(rollouts.tokens[:, 0], [[4, 7, 8, 2, 2], [7, 8, 9, 2, 2]])
     np.testing.assert_array_equal(rollouts.is_valid, rollouts.tokens > 2)
-    np.testing.assert_array_equal(rollouts.logp, -rollouts.tokens * rollouts.is_valid)
+    np.testing.assert_array_equal(rollouts.is_forced, rollouts.tokens == 4)
+    is_sampled = rollouts.is_valid & ~rollouts.is_forced
+    np.testing.assert_array_equal(rollouts.logp, -rollouts.tokens * is_sampled)
     np.testing.assert_array_equal(rollouts.drawn_logp, 2 * rollouts.logp)
     np.testing.assert_array_equal(scores.is_answer, rollouts.tokens >= 8)
-    np.testing.assert_array_equal(scores.is_think, rollouts.tokens == 7)
-    assert not rollouts.is_forced.any()
+    np.testing.assert_array_equal(scores.is_think, rollouts.is_valid & (rollouts.tokens <= 7))

@@ -54,7 +54,7 @@ def test_packing_and_microbatches_change_nothing_under_any_baseline(
 
 CARE = dict(K=1, s=0.5, s_refl=0.25, delta=0.1, eps=1e-6)
 CARE |= dict(equalize=True, rescue=True, rescue_scale=1.0, robust=False, region_weights=True)
-CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, gamma_share=0.0, eps_w=1e-6)
+CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, gamma_share=0.0, eps_w=1e-6, mean="prompt")
 CARE = credit.CareSettings(**CARE)
 
 

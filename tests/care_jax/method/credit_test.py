@@ -25,6 +25,7 @@ CARE = credit.CareSettings(
     gamma_neg=0.0,
     gamma_share=0.0,
     eps_w=1e-6,
+    mean="prompt",
 )
 
 
@@ -136,6 +137,20 @@ def test_care_weights_members_equally_and_leaves_out_prompts_without_update(jit)
     np.testing.assert_allclose(out.row_weight.sum(-1), [1, 1, 0])
     np.testing.assert_array_equal(out.row_weight[2], 0)
     np.testing.assert_array_equal(out.is_trained.any(-1), np.asarray(out.advantage) != 0)
+
+
+@pytest.mark.parametrize(("mean", "ratio"), [("batch", 1), ("prompt", 3 / 2)])
+def test_a_mean_over_the_batch_gives_prompts_with_one_and_two_failures_equal_credit(mean, ratio):
+    """With s = 1. A prompt with one failure has two members, the other three."""
+    rollouts, scores = rows(G, [[1, 1, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]])
+    settings = dataclasses.replace(CARE, s=1.0, mean=mean)
+    out = credit.care_credit(
+        rollouts, scores, select(rollouts, scores), jnp.zeros(B, bool), settings
+    )
+    one, two, none = (jnp.abs(out.advantage) * out.row_weight).sum(-1)
+    assert one / two == pytest.approx(ratio, rel=1e-4) and none == 0
+    expected = [2, 3, 0] if mean == "batch" else [1, 1, 0]
+    np.testing.assert_array_equal(out.prompt_weight, expected)
 
 
 def test_care_credit_of_a_row_is_its_advantage_shared_by_region():

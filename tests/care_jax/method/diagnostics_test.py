@@ -47,6 +47,7 @@ CARE = credit.CareSettings(
     *(4, 1.0, 1.0, 0.1, 1e-6),  # K, s, s_refl, delta, eps
     *(True, True, 1.0, False),  # equalize, rescue, rescue_scale, robust
     *(True, 0.0, 0.0, 0.0, 1e-6),  # region_weights, gamma_pos, gamma_neg, gamma_share, eps_w
+    "prompt",
 )
 raw_advantages = jax.jit(functools.partial(credit.care_raw_advantages, settings=CARE))
 

@@ -112,10 +112,11 @@ def test_context_is_cut_to_its_budget_before_the_cue(roll):
     assert script.forced[0] == f"{kept}{CUE}" != f"<think>row 2 of 0{CUE}"
 
 
-def test_prompt_only_drops_the_context_and_keeps_the_verdict(roll, policy):
+def test_prompt_only_keeps_of_the_context_the_tag_alone_and_the_verdict(roll, policy):
     groups, _, _ = roll({"care.reflect_credit": "prompt_only"})
-    assert texts(policy, groups.rollouts)[1][3] == " So</think><answer>1</answer>"
-    assert not groups.rollouts.is_forced.any()
+    assert texts(policy, groups.rollouts)[1][3] == "<think> So</think><answer>1</answer>"
+    forced = groups.rollouts.tokens[1, 3, groups.rollouts.is_forced[1, 3]]
+    assert policy.tokenizer.decode(forced) == "<think>"
     answer = policy.tokenizer.decode(groups.rollouts.tokens[1, 3, groups.scores.is_answer[1, 3]])
     assert answer.endswith(f"<answer>1</answer>{policy.tokenizer.eos_token}")
     np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])

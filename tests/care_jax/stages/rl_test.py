@@ -35,6 +35,7 @@ CARE = dict(
     gamma_pos=0.02,
     gamma_neg=0.03,
     gamma_share=0.0,
+    mean="prompt",
     eps_w=2e-6,
 )
 CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
