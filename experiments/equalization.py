@@ -1,4 +1,7 @@
-"""The number of negatives K, with and without equalisation for K' < K (fig:k_eq_acc_ci)."""
+"""The number of negatives K, with and without equalisation for K' < K (fig:k_eq_acc_ci).
+
+`k_4_batch` has the mean over the batch's S*, under which equalisation gives every prompt one credit.
+"""
 
 from configs.arms import with_arm
 
@@ -6,7 +9,7 @@ ARMS = {
     f"k_{number}{'' if equalize else '_unequalized'}": {"care.K": number, "care.equalize": equalize}
     for number in (2, 4, 6)
     for equalize in (True, False)
-}
+} | {"k_4_batch": {"care.mean": "batch"}}
 REFERENCE = "k_4"
 
 
