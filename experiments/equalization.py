@@ -1,6 +1,6 @@
 """The number of negatives K, with and without equalisation for K' < K (fig:k_eq_acc_ci).
 
-`k_4_batch` has the mean over the batch's S*, under which equalisation gives every prompt one credit.
+`k_4_batch` has the mean over the batch's S*, under which prompts of every K' have equal credit.
 """
 
 from configs.arms import with_arm
