@@ -23,14 +23,12 @@ MANIFEST = "sha256.json"
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
-def write_manifest(
-    folder: pathlib.Path, *, pattern: str = "*", leave_out: Sequence[str] = ()
-) -> None:
+def write_manifest(folder: pathlib.Path, *, leave_out: Sequence[str] = ()) -> None:
     """Writes the manifest of a folder atomically; no file in it may be written meanwhile.
 
-    `pattern` selects files by name; `leave_out` names files that may change later.
+    `leave_out` names files that may change later.
     """
-    files = {str(path.relative_to(folder)) for path in folder.rglob(pattern) if path.is_file()}
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     names = sorted(files - {MANIFEST, *leave_out})
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         entries = dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
@@ -60,7 +58,7 @@ def find_damage(
     """
     try:
         entries = _read(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is unreadable ({str(error).splitlines()[0][:80]})"
     if entries is None:
         return ""
@@ -87,6 +85,15 @@ def shared_damage(folder: pathlib.Path) -> str:
     """`find_damage` with the files divided among all processes; all return the same."""
     share = {"part": jax.process_index(), "num_parts": jax.process_count()}
     return next(filter(None, distributed.gather_json(find_damage(folder, **share))), "")
+
+
+def refuse_damaged(release: pathlib.Path, fault: str) -> None:
+    """Raises a ValueError if `find_damage` has found a fault in a release."""
+    if fault:
+        raise ValueError(
+            f"model.path {release} is damaged: {fault}; export or copy it again, or remove "
+            f"{MANIFEST} if its files were changed on purpose"
+        )
 
 
 def _entry(path: pathlib.Path) -> dict[str, Any]:
