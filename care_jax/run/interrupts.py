@@ -1,4 +1,4 @@
-"""Ctrl-C: the first stops a run cleanly, the second at once. A lost terminal stops it as SIGTERM."""
+"""Ctrl-C: the first stops a run cleanly, the second at once. SIGHUP stops it as SIGTERM does."""
 
 from __future__ import annotations
 
