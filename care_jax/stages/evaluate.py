@@ -196,8 +196,8 @@ class Evaluator:
         markdown = scoreboard.to_markdown(results)
         if jax.process_index() == 0:
             text = json.dumps(results, indent=2, ensure_ascii=False)
-            (folder / "results.json").write_text(text + "\n")
-            (folder / "results.md").write_text(markdown)
+            write_whole(folder / "results.json", text + "\n")
+            write_whole(folder / "results.md", markdown)
         if step is not None:
             print_line(f"benchmarks after {_label(name, step)}:")
         print_line(markdown.partition("\n\n")[0])

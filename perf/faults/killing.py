@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -194,6 +197,54 @@ def _compiling(folder: pathlib.Path) -> str:
     return _ended(STOPS["SIGTERM"], launched) or whole.end(workdir)
 
 
+def _prepare(number: int, status: int, says: str, folder: pathlib.Path) -> str:
+    """`prepare`, stopped once it has written a shard; then it gives the bytes of an unbroken one."""
+    source = "common.source('synthetic', num_examples=1500, seed=1)"
+    lines = [
+        "from configs import common, tiny",
+        "def get_config():",
+        "    config = tiny.get_config()",
+        "    config.data.prepare.shard_megabytes = 1",
+        f"    config.data.prepare.sources = ({source},)",
+        "    return config",
+    ]
+    (folder / "config.py").write_text("\n".join(lines))
+
+    def start(out: str) -> subprocess.Popen:
+        given = f"--config={folder / 'config.py'}", f"--out={folder / out}"
+        command = [sys.executable, "-m", "care_jax.commands.prepare", *given]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(
+            command,
+            cwd=runs.ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    for out in ("whole", "stopped"):
+        process = start(out)
+        while out == "stopped" and process.poll() is None:
+            if any((folder / "stopped.partial").glob("*.arrayrecord")):
+                process.send_signal(number)
+                break
+            time.sleep(0.02)
+        _, error = process.communicate()
+        if out == "whole" and process.returncode:
+            return f"it ended with {process.returncode}: {error}"
+    if (process.returncode, error) != (status, says):
+        return f"stopped, it ended with {process.returncode}: {error}"
+    if (folder / "stopped").exists():
+        return "it left a folder that looks whole"
+    _, error = start("stopped").communicate()
+    files = [
+        {path.name: path.read_bytes() for path in (folder / out).iterdir()}
+        for out in ("whole", "stopped")
+    ]
+    return "" if files[0] == files[1] else f"other bytes were written {error}"
+
+
 _PROMISE = "a run that was stopped and restarted ends as an unbroken one, bit for bit"
 ATTEMPTS = (
     *(
@@ -218,6 +269,16 @@ ATTEMPTS = (
         _PROMISE,
         "two processes, SIGINT to both",
         functools.partial(stopped, STOPS["SIGINT"], "small", num_processes=2, victims=2),
+    ),
+    Attempt(
+        "prepare leaves a whole folder or none, and gives the same bytes when it is run again",
+        "SIGKILL once a shard is written",
+        functools.partial(_prepare, signal.SIGKILL, -9, ""),
+    ),
+    Attempt(
+        "prepare leaves a whole folder or none, and gives the same bytes when it is run again",
+        "SIGINT once a shard is written",
+        functools.partial(_prepare, signal.SIGINT, 130, "stopped by Ctrl-C\n"),
     ),
     Attempt(_PROMISE, "SIGTERM while the first step is compiled", _compiling),
 )
