@@ -198,7 +198,7 @@ def _compiling(folder: pathlib.Path) -> str:
 
 
 def _prepare(number: int, status: int, says: str, folder: pathlib.Path) -> str:
-    """`prepare`, stopped once it has written a shard; then it gives the bytes of an unbroken one."""
+    """`prepare`, stopped once a shard is written; then it gives the bytes of an unbroken one."""
     source = "common.source('synthetic', num_examples=1500, seed=1)"
     lines = [
         "from configs import common, tiny",
@@ -213,15 +213,10 @@ def _prepare(number: int, status: int, says: str, folder: pathlib.Path) -> str:
     def start(out: str) -> subprocess.Popen:
         given = f"--config={folder / 'config.py'}", f"--out={folder / out}"
         command = [sys.executable, "-m", "care_jax.commands.prepare", *given]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        return subprocess.Popen(
-            command,
-            cwd=runs.ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        settings = {"cwd": runs.ROOT, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        with runs.signals_heard():
+            return subprocess.Popen(command, **settings, **pipes)
 
     for out in ("whole", "stopped"):
         process = start(out)

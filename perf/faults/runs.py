@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -74,6 +75,23 @@ class Attempt:
     run: Callable[[pathlib.Path], str]  # given an empty folder; returns what did not hold, or ""
 
 
+@contextlib.contextmanager
+def signals_heard() -> Iterator[None]:
+    """Processes started meanwhile hear signals that this one was started to ignore (nohup, &)."""
+    ignored = [each for each in (signal.SIGHUP, signal.SIGINT) if _is_ignored(each)]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
 class Launched:
     """The processes of one run of `configs/tiny.py`, with some keys changed.
 
@@ -112,10 +130,11 @@ class Launched:
         self.began = time.monotonic()
         self._errors = [tempfile.TemporaryFile("w+") for _ in who]  # noqa: SIM115, closed by finish
         settings = {"cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL}
-        self.processes = [
-            subprocess.Popen([*command, *flags], stderr=errors, **settings)
-            for flags, errors in zip(who, self._errors, strict=True)
-        ]
+        with signals_heard():
+            self.processes = [
+                subprocess.Popen([*command, *flags], stderr=errors, **settings)
+                for flags, errors in zip(who, self._errors, strict=True)
+            ]
 
     def wait_until(self, is_reached: Callable[[], bool], timeout: float = 1200) -> bool:
         """Whether a moment came before the run ended; looks 50 times a second."""
