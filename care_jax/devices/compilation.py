@@ -41,7 +41,9 @@ def keep_programs() -> None:
         _counts.update(found=0, compiled=0)
         jax.monitoring.register_event_listener(_count)
         opened = compilation_cache.get_file_cache
-        compilation_cache.get_file_cache = lambda path: (_Sealed(opened(path)[0]), path)
+        compilation_cache.get_file_cache = lambda path: (
+            (found := opened(path)) and (_Sealed(found[0]), found[1])
+        )
         compilation_cache.reset_cache()  # one that is open already
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(_folder() / _machine()))

@@ -77,7 +77,9 @@ def tried(attempts: Sequence[Attempt], folder: pathlib.Path) -> tuple[list[Row],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m perf.faults", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m perf.faults", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--fuzz", type=int, default=0, help="examples of each kind")
     parser.add_argument("--kinds", default=",".join(fuzz.KINDS), help="separated by commas")
     parser.add_argument("--kills", type=int, default=0, help="of all cases together")
