@@ -76,7 +76,11 @@ def main() -> None:
         folders = filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))
         os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     sys.argv = [f"care-jax {command}", *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # while modules are imported, or in a command that does not expect it
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
 
 
 def usage() -> str:

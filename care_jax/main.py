@@ -166,7 +166,7 @@ def run_main() -> None:
     )
     sys.unraisablehook = _without_closed_loops
     config = define_flags()
-    interrupts.exit_at_the_second()
+    interrupts.watch()
     try:
         app.run(main, flags_parser=lambda argv: command_line.parse(argv, config, _DEFAULT))
     except distributed.Preempted as stopped:

@@ -31,7 +31,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from care_jax.devices import loaded_programs, xla_flags
+from care_jax.devices import compilation, loaded_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -60,6 +60,7 @@ CACHE = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 jax.config.update("jax_compilation_cache_dir", CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+compilation.keep_programs()  # as a run does, so that all tests find the same entries
 
 # Each call of these checks its annotated shapes. Modules of records that pass through jax.tree.map
 # with other leaves (shardings, paths) cannot be.
@@ -139,7 +140,7 @@ def run_command(monkeypatch, capsys):
 
     def run_command(*arguments):
         monkeypatch.setattr(main.distributed, "start", lambda *_: None)  # JAX has started
-        monkeypatch.setattr(main.interrupts, "exit_at_the_second", lambda: None)
+        monkeypatch.setattr(main.interrupts, "watch", lambda: None)
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored after the test
         monkeypatch.setattr(sys, "argv", ["main", *map(str, arguments)])
         monkeypatch.chdir(ROOT)

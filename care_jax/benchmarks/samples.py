@@ -1,13 +1,17 @@
-"""Converts the answers of an evaluation to samples in lmms-eval's format.
+"""Converts the answers of an evaluation to samples in lmms-eval's format, and keeps them in a file.
 
 The accuracy of a question with several responses is their mean; `accs` has each. It is None if a
 reward function failed on any of them.
+
+A line of the file ends with the SHA-256 of its other fields, since a flipped bit may make another
+verdict of one that was paid for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +19,11 @@ import numpy as np
 
 from care_jax.batch import Example, Rollouts, answer_text
 from care_jax.benchmarks import response
+from care_jax.devices.whole_file import set_aside
+from care_jax.report.console import print_line
 
 Sample = dict[str, Any]
+_SUM = ', "sha256": "'
 
 
 class Answers(NamedTuple):
@@ -73,6 +80,36 @@ def samples_of(answers: Answers, verdicts: Sequence[Verdict]) -> list[Sample]:
         _sample(index, example, *unasked) | {"is_dropped": True}
         for index, example in answers.dropped.items()
     ]
+
+
+def to_line(sample: Sample) -> str:
+    """The line of a sample, with its sum."""
+    text = json.dumps(sample, ensure_ascii=False)
+    return f"{text[:-1]}{_SUM}{_hash(text)}" + '"}\n'
+
+
+def read(path: pathlib.Path, digest: str) -> list[Sample]:
+    """The samples of a file whose field "settings" is `digest`, one per question.
+
+    Damaged lines are reported and moved to `<name>.damaged`; the caller rewrites the file. A last
+    line without newline is of a killed run, and is ignored.
+    """
+    found: dict[int, Sample] = {}
+    damaged = []
+    # Not `splitlines`, which also splits at U+2028 in a response.
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        text, _, rest = line.decode(errors="replace").rpartition(_SUM)
+        if f"{_hash(text + '}')}" + '"}' != rest:
+            damaged.append(line)
+            told = f"moved to {path.name}.damaged, and its question is answered again"
+            print_line(f"{path}:{number} is damaged (SHA-256 differs); {told}")
+            continue
+        sample = json.loads(text + "}")
+        if sample["settings"] == digest:
+            found.setdefault(sample["doc_id"], sample)
+    set_aside(path, damaged)
+    return [*found.values()]
 
 
 def _sample(

@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from care_jax.config.command_line import folder_of, os_error
+from care_jax.config.command_line import exit_interrupted, folder_of, os_error
 from care_jax.report.drawing import draw, read_shown
 
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
     except OSError as error:
         sys.exit(f"error: {os_error(error, given.workdir[0])}")
+    except KeyboardInterrupt:
+        exit_interrupted()
     print(path)
 
 

@@ -94,7 +94,7 @@ def write_release(path: pathlib.Path, folder: pathlib.Path) -> int:
     # float32: rounding to bfloat16 would change the logits.
     backbone.export(folder, params, config, dtype=jnp.float32)
     tokenizer.save_pretrained(folder)
-    integrity.write_manifest(folder, pattern="model*.safetensors*")
+    integrity.write_manifest(folder)
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 

@@ -10,6 +10,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict
@@ -101,6 +102,14 @@ def run_command(
         sys.exit(f"error: {' '.join(str(error).split())}")
     except OSError as error:
         sys.exit(f"error: {os_error(error, folder.value or '')}")
+    except KeyboardInterrupt:
+        exit_interrupted()
+
+
+def exit_interrupted() -> NoReturn:
+    """Ends a command after Ctrl-C, with the status that shells report."""
+    print("stopped by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
 
 
 def folder_of(text: str | os.PathLike[str], *, flag: str = "--workdir") -> pathlib.Path:

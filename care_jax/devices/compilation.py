@@ -1,6 +1,10 @@
 """The programs that this process compiles: kept on disk, counted, and announced.
 
-All three follow the events that JAX records while it compiles (`jax.monitoring`).
+The last two follow the events that JAX records while it compiles (`jax.monitoring`).
+
+JAX stores a program without a sum (zlib has a weak one, zstd none), and never replaces an entry.
+Here an entry begins with the SHA-256 of its key and content; one that does not match is deleted,
+and its program is compiled again.
 """
 
 from __future__ import annotations
@@ -8,11 +12,14 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+from jax._src import compilation_cache  # no public function chooses the cache
 
 _EVENTS = {
     "/jax/compilation_cache/cache_hits": "found",
@@ -21,6 +28,7 @@ _EVENTS = {
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compiler starts
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # also when it was found in the cache
 _SILENT_SECONDS = 1.0  # a program that takes no longer is not announced
+_SUM_BYTES = hashlib.sha256().digest_size
 _counts: Counter[str] = Counter()
 
 
@@ -32,6 +40,11 @@ def keep_programs() -> None:
     if not _counts:
         _counts.update(found=0, compiled=0)
         jax.monitoring.register_event_listener(_count)
+        opened = compilation_cache.get_file_cache
+        compilation_cache.get_file_cache = lambda path: (
+            (found := opened(path)) and (_Sealed(found[0]), found[1])
+        )
+        compilation_cache.reset_cache()  # one that is open already
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(_folder() / _machine()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -77,6 +90,36 @@ class Announcer:
             self._timer = threading.Timer(_SILENT_SECONDS, self._say, (line,))
             self._timer.daemon = True
             self._timer.start()
+
+
+class _Sealed:
+    """JAX's cache in a folder, with sums.
+
+    Entries have their own names, as the folder may be shared with other programs.
+    """
+
+    def __init__(self, cache: Any):
+        self._cache, self._path = cache, pathlib.Path(cache._path)
+
+    def get(self, key: str) -> bytes | None:
+        """The entry, or None: it is absent or was damaged."""
+        key = f"{key}-sealed"
+        entry = self._cache.get(key)
+        if entry is None or entry[:_SUM_BYTES] == _sum_of(key, entry[_SUM_BYTES:]):
+            return entry and entry[_SUM_BYTES:]
+        path = self._path / f"{key}-cache"
+        path.unlink(missing_ok=True)
+        print(f"compiled program {path} was damaged; compiling it again", file=sys.stderr)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Stores an entry; keeps one that is there already."""
+        key = f"{key}-sealed"
+        self._cache.put(key, _sum_of(key, value) + value)
+
+
+def _sum_of(key: str, value: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + value).digest()
 
 
 def _count(event: str, **_) -> None:

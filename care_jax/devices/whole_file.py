@@ -1,7 +1,8 @@
-"""Atomic writes: to a temporary file, which is then renamed."""
+"""Atomic writes: to a temporary file, which is then renamed; damaged lines are kept beside it."""
 
 import os
 import pathlib
+from collections.abc import Iterable
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
@@ -9,3 +10,10 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+def set_aside(path: pathlib.Path, lines: Iterable[bytes]) -> None:
+    """Appends damaged lines of a file, without their newlines, to `<name>.damaged`."""
+    if text := b"".join(line + b"\n" for line in lines):
+        with path.with_name(f"{path.name}.damaged").open("ab") as file:
+            file.write(text)

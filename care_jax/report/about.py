@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 _SHOWN_VERSIONS = ("care_jax", "commit", "jax", "python")
@@ -25,7 +25,7 @@ def describe_run(workdir: pathlib.Path) -> dict[str, Any]:
     """
     config = _object(_text(workdir / "config.json"))
     starts = [
-        start for line in _text(workdir / "starts.jsonl").split("\n") if (start := _object(line))
+        start for line in _text(workdir / "starts.jsonl").split("\n") if (start := _start(line))
     ]
     versions = config.pop("versions", {})
     all_stages = [start.get("stages", ()) for start in starts]
@@ -34,21 +34,32 @@ def describe_run(workdir: pathlib.Path) -> dict[str, Any]:
     training = [start for start in starts if {"sft", "rl"} & {*start.get("stages", ())}]
     last = (training or starts or [{}])[-1]
     facts = {
-        "Model": model_of(config),
-        "Objective": objective_of(config),
-        "Stages": " → ".join(config.get("stages", ())),
-        "Data": ", ".join(dict.fromkeys(_sources(config, last.get("given", ())))),
-        "Devices": last.get("devices", ""),
-        "Duration": _duration(workdir, starts),
-        "Versions": ", ".join(f"{n} {versions[n]}" for n in _SHOWN_VERSIONS if n in versions),
-        "Command": last.get("command", ""),
+        "Model": lambda: model_of(config),
+        "Objective": lambda: objective_of(config),
+        "Stages": lambda: " → ".join(config.get("stages", ())),
+        "Data": lambda: ", ".join(dict.fromkeys(_sources(config, last.get("given", ())))),
+        "Devices": lambda: last.get("devices", ""),
+        "Duration": lambda: _duration(workdir, starts),
+        "Versions": lambda: ", ".join(
+            f"{n} {versions[n]}" for n in _SHOWN_VERSIONS if n in versions
+        ),
+        "Command": lambda: last.get("command", ""),
     }
+    told = [(label, _undamaged(fact, "")) for label, fact in facts.items()]
     return {
-        "facts": [(label, text) for label, text in facts.items() if text],
-        "changed": _as_json(last.get("changed", {})),
+        "facts": [(label, text) for label, text in told if text],
+        "changed": _undamaged(lambda: _as_json(last.get("changed", {})), []),
         "settings": _as_json(dict(flat(config))),
-        "versions": sorted(versions.items()),
+        "versions": _undamaged(lambda: sorted(versions.items()), []),
     }
+
+
+def _undamaged(read: Callable[[], Any], default: Any) -> Any:
+    """What `read` reads, or the default if a file has other fields than it was written with."""
+    try:
+        return read()
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return default
 
 
 def model_of(config: Mapping[str, Any]) -> str:
@@ -124,10 +135,19 @@ def _text(path: pathlib.Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
+def _start(line: str) -> dict[str, Any]:
+    """A line of starts.jsonl; {} if it is damaged."""
+    start = _object(line)
+    is_whole = isinstance(stages := start.get("stages", []), list) and all(
+        isinstance(stage, str) for stage in stages
+    )
+    return start if is_whole else {}
+
+
 def _object(text: str) -> dict[str, Any]:
     """A JSON object; {} if the text is none."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -7,6 +7,7 @@ everything logged is shown.
 from __future__ import annotations
 
 import fnmatch
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -162,5 +163,8 @@ def _merged(stages: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _rounded(value: float | None) -> float | None:
-    return value if value is None or isinstance(value, int) else float(f"{value:.5g}")
+def _rounded(value: Any) -> float | None:
+    """The value with five digits; None if it is no number, as a damaged line may have."""
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.5g}")
+    return value if isinstance(value, int) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ import tensorboardX
 import tensorboardX.summary
 
 from care_jax.devices import compilation, distributed
-from care_jax.devices.whole_file import write_whole
+from care_jax.devices.whole_file import set_aside, write_whole
 from care_jax.report import about, pictures
 from care_jax.report.console import print_line
 from care_jax.report.trackers import Mlflow, Source, Wandb, columns
@@ -105,29 +106,44 @@ def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]
     return rates
 
 
-def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_records(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a JSONL file, each with its object, which has a step; none without a file.
 
-    Damaged lines are skipped, and reported if `says`. A last line without newline is ignored.
+    Damaged lines are skipped. A last line without newline is ignored.
     """
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    # Not `splitlines`, which also splits at U+2028 in a response.
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-            _ = str.encode(record.get("stage", "")), int(record["step"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if says:
-                print_line(f"{path}:{number} is damaged ({error!r}) and is ignored")
-        else:
-            yield line, record
+    return ((line, record) for line, record, fault in _parsed(path) if not fault)
 
 
 def keep_records(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Atomically rewrites a file with the kept records only; reports damaged lines."""
-    if path.exists():
-        records = read_records(path, says=True)
-        write_whole(path, "".join(f"{line}\n" for line, record in records if is_kept(record)))
+    """Atomically rewrites a file with the kept records only; reports and sets aside damaged lines.
+
+    They are appended to `<name>.damaged`.
+    """
+    if not path.exists():
+        return
+    kept, damaged = [], []
+    for number, (line, record, fault) in enumerate(_parsed(path), 1):
+        if fault:
+            print_line(f"{path}:{number} is damaged ({fault}); moved to {path.name}.damaged")
+            damaged.append(line.encode(errors="surrogateescape"))
+        elif is_kept(record):
+            kept.append(f"{line}\n")
+    set_aside(path, damaged)
+    write_whole(path, "".join(kept))
+
+
+def _parsed(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every complete line, its object, and what is wrong with it, if anything."""
+    text = path.read_text("utf-8", errors="surrogateescape") if path.exists() else ""
+    # Not `splitlines`, which also splits at U+2028 in a response.
+    for line in text.split("\n")[:-1]:
+        try:
+            record = json.loads(line)
+            _ = line.encode(), str.encode(record.get("stage", "")), operator.index(record["step"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            yield line, {}, f"{type(error).__name__}: {error}"
+        else:
+            yield line, record, ""
 
 
 def _markdown(group: Mapping[str, Any]) -> str:

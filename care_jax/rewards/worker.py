@@ -40,8 +40,8 @@ def main() -> None:
     os.dup2(2, 1)
     # Signals that end the run also reach its child processes. A worker exits when the run closes
     # its standard input.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     lock = threading.Lock()
 
     def reply(number: int, content: dict[str, Any]) -> None:

@@ -280,7 +280,7 @@ class Checkpoints:
         """Whether a saved step's files match its manifest; if not, renames its folder."""
         self.wait()
         folder = self.folder / str(step)
-        fault = integrity.shared_damage(folder)
+        fault = integrity.shared_damage(folder, _label(step))
         if not integrity.has_manifest(folder) and step not in self._without_manifest:
             self._without_manifest.add(step)
             _print_error(
@@ -302,7 +302,7 @@ class Checkpoints:
     def _write_manifest(self) -> None:
         """Called on process 0 when all processes have written a step, before the commit."""
         written = [*self.folder.glob(f"{self._saving}.*tmp*"), self.folder / str(self._saving)]
-        integrity.write_manifest(written[0], leave_out=_NOT_HASHED)
+        integrity.write_manifest(written[0], leave_out=_NOT_HASHED, of=_label(self._saving))
 
     def _mark_damaged_steps(self) -> None:
         """Renames the steps that have a file of a wrong size or a small file of a wrong hash."""
@@ -310,7 +310,10 @@ class Checkpoints:
         if jax.process_index() == 0 and self.folder.is_dir():
             steps = [path for path in self.folder.iterdir() if path.name.isdecimal()]
             found = {
-                path.name: integrity.find_damage(path, most_bytes=_QUICK_BYTES) for path in steps
+                path.name: integrity.find_damage(
+                    path, of=_label(path.name), most_bytes=_QUICK_BYTES
+                )
+                for path in steps
             }
         found = distributed.gather_json(found)[0]
         self._mark_damaged(
@@ -380,6 +383,11 @@ class Checkpoints:
         # A save that failed too must not hide the first error.
         with contextlib.suppress(*() if kind is None else (Exception,)):
             self.close()
+
+
+def _label(step: int | str) -> str:
+    """What a step's manifest says that it is of, since two steps have the same files."""
+    return f"checkpoint {step}"
 
 
 def _print_error(line: str) -> None:

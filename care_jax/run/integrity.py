@@ -23,25 +23,24 @@ MANIFEST = "sha256.json"
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
-def write_manifest(
-    folder: pathlib.Path, *, pattern: str = "*", leave_out: Sequence[str] = ()
-) -> None:
+def write_manifest(folder: pathlib.Path, *, leave_out: Sequence[str] = (), of: str = "") -> None:
     """Writes the manifest of a folder atomically; no file in it may be written meanwhile.
 
-    `pattern` selects files by name; `leave_out` names files that may change later.
+    `leave_out` names files that may change later; `of` says what the folder is, if another one with
+    the same files may come to stand in its place.
     """
-    files = {str(path.relative_to(folder)) for path in folder.rglob(pattern) if path.is_file()}
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     names = sorted(files - {MANIFEST, *leave_out})
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         entries = dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
-    _write(folder, entries)
+    _write(folder, entries, of)
 
 
 def update_manifest(folder: pathlib.Path, name: str) -> None:
     """Updates the entry of one file that was written after the others."""
-    entries = _read(folder)
+    entries, of = _read(folder)
     if entries is not None:
-        _write(folder, entries | {name: _entry(folder / name)})
+        _write(folder, entries | {name: _entry(folder / name)}, of)
 
 
 def has_manifest(folder: pathlib.Path) -> bool:
@@ -49,21 +48,29 @@ def has_manifest(folder: pathlib.Path) -> bool:
 
 
 def find_damage(
-    folder: pathlib.Path, *, most_bytes: int | None = None, part: int = 0, num_parts: int = 1
+    folder: pathlib.Path,
+    *,
+    of: str = "",
+    most_bytes: int | None = None,
+    part: int = 0,
+    num_parts: int = 1,
 ) -> str:
     """Describes the first files that do not match the manifest; "" if all match.
 
     Args:
         folder: without a manifest, nothing is compared.
+        of: what the folder must be, see `write_manifest`.
         most_bytes: files above this size are compared by size alone; None: all are hashed.
         part, num_parts: every num_parts-th file is compared, from this one on.
     """
     try:
-        entries = _read(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        entries, found_of = _read(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is unreadable ({str(error).splitlines()[0][:80]})"
     if entries is None:
         return ""
+    if found_of and found_of != of:
+        return f"its files are those of {found_of}"
 
     def damage(name: str) -> str:
         size, path = entries[name]["bytes"], folder / name
@@ -83,10 +90,19 @@ def find_damage(
     return ", ".join(faults[:2]) + more
 
 
-def shared_damage(folder: pathlib.Path) -> str:
+def shared_damage(folder: pathlib.Path, of: str = "") -> str:
     """`find_damage` with the files divided among all processes; all return the same."""
     share = {"part": jax.process_index(), "num_parts": jax.process_count()}
-    return next(filter(None, distributed.gather_json(find_damage(folder, **share))), "")
+    return next(filter(None, distributed.gather_json(find_damage(folder, of=of, **share))), "")
+
+
+def refuse_damaged(release: pathlib.Path, fault: str) -> None:
+    """Raises a ValueError if `find_damage` has found a fault in a release."""
+    if fault:
+        raise ValueError(
+            f"model.path {release} is damaged: {fault}; export or copy it again, or remove "
+            f"{MANIFEST} if its files were changed on purpose"
+        )
 
 
 def _entry(path: pathlib.Path) -> dict[str, Any]:
@@ -98,24 +114,27 @@ def _sha256(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sum_of(entries: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+def _sum_of(entries: dict[str, Any], of: str) -> str:
+    # Without `of` as before there was one.
+    text = json.dumps([entries, of] if of else entries, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write(folder: pathlib.Path, entries: dict[str, Any]) -> None:
-    text = json.dumps({"files": entries, "sha256": _sum_of(entries)}, indent=1, sort_keys=True)
-    write_whole(folder / MANIFEST, text + "\n")
+def _write(folder: pathlib.Path, entries: dict[str, Any], of: str) -> None:
+    manifest = {"files": entries, **({"of": of} if of else {}), "sha256": _sum_of(entries, of)}
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
 
 
-def _read(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The entries by file name; None without a manifest.
+def _read(folder: pathlib.Path) -> tuple[dict[str, Any] | None, str]:
+    """The entries by file name, None without a manifest, and what the folder is.
 
     Raises:
         ValueError: the manifest itself is damaged.
     """
     if not has_manifest(folder):
-        return None
+        return None, ""
     manifest = json.loads((folder / MANIFEST).read_bytes())
-    if manifest["sha256"] != _sum_of(manifest["files"]):
+    entries, of = manifest["files"], manifest.get("of", "")
+    if manifest["sha256"] != _sum_of(entries, of):
         raise ValueError("its own sum differs")
-    return manifest["files"]
+    return entries, of

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first stops a run cleanly, the second at once."""
+"""Ctrl-C: the first stops a run cleanly, the second at once. SIGHUP stops it as SIGTERM does."""
 
 from __future__ import annotations
 
@@ -13,19 +13,29 @@ STATUS = 130  # as shells report it
 _SAME = 0.5  # seconds; a second signal within them is the first, forwarded by a wrapper
 
 
-def exit_at_the_second() -> None:
-    """Makes the second SIGINT end the process, whatever the main thread does.
+def watch() -> None:
+    """Acts on SIGINT and SIGHUP whatever the main thread does.
 
-    The first raises KeyboardInterrupt in the main thread, as usual: after the running compilation
-    or device step. Saves that have begun are finished.
+    The first SIGINT raises KeyboardInterrupt in the main thread, as usual: after the running
+    compilation or device step. Saves that have begun are finished. The second ends the process.
+
+    SIGHUP is passed on as SIGTERM, unless it is ignored (nohup). What is printed after it to the
+    terminal, where writing now fails, is dropped.
     """
     seen, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    terminals = [file for file in (1, 2) if os.isatty(file)]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # only signals with a handler are told
 
-    def watch() -> None:
+    def act() -> None:
         first = 0.0
         while number := os.read(seen, 1):
+            if number[0] == signal.SIGHUP:
+                for file in terminals:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+                os.kill(os.getpid(), signal.SIGTERM)
             if number[0] != signal.SIGINT:
                 continue
             if not first:
@@ -35,7 +45,7 @@ def exit_at_the_second() -> None:
             elif time.monotonic() - first > _SAME:
                 os._exit(STATUS)
 
-    threading.Thread(target=watch, name="Ctrl-C", daemon=True).start()
+    threading.Thread(target=act, name="signals", daemon=True).start()
 
 
 def message(workdir: pathlib.Path) -> str:

@@ -1,5 +1,7 @@
 """One run at a time in a workdir: an `flock` on a file that names its process and host.
 
+The folder is locked too, where the file system can, as the file may be removed during a run.
+
 The kernel releases the lock however the process ends. Hosts that share the workdir see each
 other's locks on NFS and cluster file systems, but not in a mounted bucket.
 """
@@ -20,6 +22,7 @@ import jax
 from care_jax.devices import distributed
 
 NAME = "run.lock"
+_MOST_BYTES = 1024
 
 
 @contextlib.contextmanager
@@ -33,18 +36,28 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
         refusal = ""
         if jax.process_index() == 0:
             file = stack.enter_context((workdir / NAME).open("a+"))
-            refusal = _take(file.fileno(), workdir)
+            folder = os.open(workdir, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            refusal = _take(file.fileno(), folder, workdir)
         if refusal := distributed.gather_json(refusal)[0]:
             raise ValueError(refusal)
         yield
 
 
-def _take(file: int, workdir: pathlib.Path) -> str:
-    """Locks the file and writes the holder's name; returns the error if another has the lock."""
+def _take(file: int, folder: int, workdir: pathlib.Path) -> str:
+    """Locks both and writes the holder's name to the file; returns the error if they cannot be had.
+
+    That is if another run has them, or the file is something else, which would be lost.
+    """
+    path = workdir / NAME
+    if (size := os.fstat(file).st_size) > _MOST_BYTES:
+        return f"{path} has {size} bytes and is not the file of a lock; move it elsewhere"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_folder(folder)
     except BlockingIOError:
-        holder = (workdir / NAME).read_text().strip() or "another process"
+        text = path.read_text(encoding="utf-8", errors="replace")
+        holder = " ".join(text.split()) or "another process"
         advice = "wait until it ends, end it, or choose another --workdir"
         return f"{workdir} is in use by {holder}; {advice}"
     except OSError as error:
@@ -55,3 +68,13 @@ def _take(file: int, workdir: pathlib.Path) -> str:
     os.ftruncate(file, 0)
     os.write(file, holder.encode())
     return ""
+
+
+def _lock_folder(folder: int) -> None:
+    """Raises a BlockingIOError if another run has the lock; NFS cannot lock a folder."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return

@@ -19,6 +19,7 @@ from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.method.objectives import objective_of
 from care_jax.prompts.builder import PromptBuilder
+from care_jax.run import integrity
 from models import backbone
 from models.config import BackboneConfig
 from models.release import config_json
@@ -46,7 +47,13 @@ class Policy:
 
 
 def policy_of(config: ConfigDict) -> Policy:
-    """Reads everything except the weights; raises what `data.stages.open_prompts` raises."""
+    """Reads everything except the weights; raises what `data.stages.open_prompts` raises.
+
+    Of a release with a manifest, as an export has, files of up to 64 MiB are compared with it.
+    """
+    if path := config.model.path:
+        folder = pathlib.Path(path).expanduser()
+        integrity.refuse_damaged(folder, integrity.find_damage(folder, most_bytes=2**26))
     dtype = jnp.dtype(config.model.compute_dtype)
     prompts, folder = open_prompts(config, patch_dtype=dtype)
     token_bytes = spans.token_bytes(prompts.tokenizer, prompts.config.text.vocab_size)

@@ -72,11 +72,7 @@ def start(run: Run) -> Params:
     if folder is None:
         params = backbone.init(shape, jax.random.key(run.config.seed), dtype)
         return jax.device_put(params, shardings)
-    if fault := integrity.shared_damage(folder):
-        raise ValueError(
-            f"model.path {folder} is damaged: {fault}; export or copy it again, or remove "
-            f"{integrity.MANIFEST} if its weights were changed on purpose"
-        )
+    integrity.refuse_damaged(folder, integrity.shared_damage(folder))
     params, _ = backbone.load(folder, shape, dtype, shardings)
     advice = "choose another, or export it again"
     guards.check_weights(run, params, f"model.path {model.path}", advice)

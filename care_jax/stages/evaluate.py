@@ -30,9 +30,10 @@ from ml_collections import ConfigDict
 from care_jax.batch import Example
 from care_jax.benchmarks import held_out, scoreboard
 from care_jax.benchmarks.judge import Judge
-from care_jax.benchmarks.samples import Answers, Questions, Sample, samples_of
+from care_jax.benchmarks.samples import Answers, Questions, Sample, read, samples_of, to_line
 from care_jax.benchmarks.suite import Benchmark
 from care_jax.devices import distributed
+from care_jax.devices.whole_file import write_whole
 from care_jax.report.console import print_line
 from care_jax.report.metrics import read_records
 from care_jax.rewards.failures import failure
@@ -182,7 +183,8 @@ class Evaluator:
         folder.mkdir(exist_ok=True)
         results: dict[str, Any] = {"benchmarks": {}}
         for benchmark in self._benchmarks:
-            path, digest = folder / f"samples_{benchmark.name}.jsonl", _digest(settings)
+            path = folder / f"samples_{benchmark.name}.jsonl"
+            digest = _digest(settings | {"benchmark": benchmark.name})
             questions = benchmark.questions(judge)
             samples = _answer(self._run, decode, questions, path, digest, benchmark.name)
             results["benchmarks"][benchmark.name] = scoreboard.score(samples, benchmark.categories)
@@ -194,8 +196,8 @@ class Evaluator:
         markdown = scoreboard.to_markdown(results)
         if jax.process_index() == 0:
             text = json.dumps(results, indent=2, ensure_ascii=False)
-            (folder / "results.json").write_text(text + "\n")
-            (folder / "results.md").write_text(markdown)
+            write_whole(folder / "results.json", text + "\n")
+            write_whole(folder / "results.md", markdown)
         if step is not None:
             print_line(f"benchmarks after {_label(name, step)}:")
         print_line(markdown.partition("\n\n")[0])
@@ -246,10 +248,13 @@ def _answer(
     digest: str | None,
     label: str,
 ) -> list[Sample]:
-    """A sample per question, read from the file if it has the digest, else decoded and appended."""
+    """The samples in order, read from the file if they have the digest, else decoded and appended.
+
+    Without a digest all are decoded.
+    """
     is_writer = jax.process_index() == 0
-    kept = _kept_lines(path, digest) if is_writer else []
-    samples: list[Sample] = distributed.gather_json([json.loads(line) for line in kept])[0]
+    kept = read(path, digest) if is_writer and digest else []
+    samples: list[Sample] = distributed.gather_json(kept)[0]
     done = {sample["doc_id"] for sample in samples}
     if len(done) == len(questions.examples) > 0:
         print_line(
@@ -257,36 +262,22 @@ def _answer(
             f"{path} to repeat it"
         )
     if is_writer:
-        path.write_text("".join(kept))
-    with path.open("a") if is_writer else contextlib.nullcontext() as out:
+        write_whole(path, "".join(map(to_line, kept)))
+    with path.open("a", encoding="utf-8") if is_writer else contextlib.nullcontext() as out:
         for answers in decode_batches(run, decode, questions.examples, done, label):
             parts = distributed.gather_json(samples_of(answers, questions.verdicts(answers)))
             fresh = [sample | {"settings": digest} for part in parts for sample in part]
             fresh.sort(key=lambda sample: sample["doc_id"])
             samples += fresh
             if out is not None:
-                out.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in fresh)
+                out.writelines(map(to_line, fresh))
                 out.flush()
+    samples.sort(key=lambda sample: sample["doc_id"])
+    if is_writer:
+        write_whole(path, "".join(map(to_line, samples)))
     if all(sample["is_dropped"] for sample in samples):
         raise ValueError(
             f"none of the {len(questions.examples)} prompts of {questions.name} fits data.buckets "
             f"{run.policy.prompts.buckets}; enlarge them or lower data.max_pixels"
         )
     return samples
-
-
-def _kept_lines(path: pathlib.Path, digest: str | None) -> list[str]:
-    """The samples with this digest, up to the first line that is damaged or has another digest."""
-    kept = []
-    if digest is None or not path.exists():
-        return kept
-    # Not `splitlines`, which also splits at U+2028 in a response. The last part is empty, or an
-    # incomplete line of a killed run.
-    for line in path.read_text(errors="replace").split("\n")[:-1]:
-        try:
-            if json.loads(line)["settings"] != digest:
-                break
-        except (ValueError, KeyError, TypeError):
-            break
-        kept.append(f"{line}\n")
-    return kept

@@ -5,7 +5,7 @@ a second folder, for peft and vLLM.
 
 `generation_config.json` matches training and evaluation: any of the backbone's EOS tokens ends a
 response, and a release's sampling settings, such as a repetition penalty, are left out.
-`sha256.json` has the SHA-256 of the weights, which runs that start from the folder verify.
+`sha256.json` has the SHA-256 of all files, which runs that start from the folder verify.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.P
     backbone.export(folder, params, run.policy.config, dtype=jnp.bfloat16)
     if jax.process_index() == 0:
         save_processor(run.policy, folder)
-        integrity.write_manifest(folder, pattern="model*.safetensors*")
+        integrity.write_manifest(folder)
     return folder
 
 

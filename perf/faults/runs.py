@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -12,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -39,14 +42,62 @@ SHORT = {
     "care.beta": 0.02,
     "evaluate.batch_size": 8,
 }
+# The same in seconds, once its programs are compiled.
+SMALL = SHORT | {
+    "sft.num_steps": 2,
+    "checkpoint_every": 1,
+    "rl.num_steps": 4,
+    "rl.prompts_per_step": 4,
+    "rl.max_response_tokens": 16,
+    "care.max_context": 8,
+    "data.test.num_examples": 9,
+    "evaluate.max_response_tokens": 16,
+}
+# Other settings that a restart depends on; DAPO draws until a step is full of mixed groups.
+ADAPTERS = {key: value for key, value in SMALL.items() if not key.startswith("care.")} | {
+    "model.lora_rank": 4,
+    "rl.objective": "dapo",
+    "dapo.max_tries": 3,
+    "rl.eval_every": 1,
+    "keep_checkpoints": 1,
+    "keep_best": 1,
+}
+_QUICK = " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 _TIMES = re.compile("second|device_idle|host/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """A way to break a run."""
+
+    promise: str  # what must hold
+    how: str  # how it was tried
+    run: Callable[[pathlib.Path], str]  # given an empty folder; returns what did not hold, or ""
+
+
+@contextlib.contextmanager
+def signals_heard() -> Iterator[None]:
+    """Processes started meanwhile hear signals that this one was started to ignore (nohup, &)."""
+    ignored = [each for each in (signal.SIGHUP, signal.SIGINT) if _is_ignored(each)]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 class Launched:
     """The processes of one run of `configs/tiny.py`, with some keys changed.
 
     A single process has `num_devices` virtual CPU devices; several processes have two each. `cache`
-    is the folder of compiled programs, shared by all runs.
+    is the folder of compiled programs, shared by all runs. `is_quick` compiles without LLVM's
+    optimizations, in a quarter of the time.
     """
 
     def __init__(
@@ -56,6 +107,8 @@ class Launched:
         cache: pathlib.Path,
         num_processes: int = 1,
         num_devices: int = 1,
+        *,
+        is_quick: bool = False,
     ):
         command = [sys.executable, "-m", "care_jax.main", f"--workdir={workdir}"]
         command += ["--config=configs/tiny.py", *(f"--config.{k}={v}" for k, v in keys.items())]
@@ -72,15 +125,25 @@ class Launched:
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}{_QUICK * is_quick}",
         }
         self.began = time.monotonic()
         self._errors = [tempfile.TemporaryFile("w+") for _ in who]  # noqa: SIM115, closed by finish
         settings = {"cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL}
-        self.processes = [
-            subprocess.Popen([*command, *flags], stderr=errors, **settings)
-            for flags, errors in zip(who, self._errors, strict=True)
-        ]
+        with signals_heard():
+            self.processes = [
+                subprocess.Popen([*command, *flags], stderr=errors, **settings)
+                for flags, errors in zip(who, self._errors, strict=True)
+            ]
+
+    def wait_until(self, is_reached: Callable[[], bool], timeout: float = 1200) -> bool:
+        """Whether a moment came before the run ended; looks 50 times a second."""
+        deadline = time.monotonic() + timeout
+        while self.is_running and time.monotonic() < deadline:
+            if is_reached():
+                return True
+            time.sleep(0.02)
+        return False
 
     @property
     def is_running(self) -> bool:
@@ -95,6 +158,7 @@ class Launched:
     def finish(self, timeout: float = 600) -> tuple[list[int], str]:
         """Exit statuses and last lines of stderr; kills and reports processes after `timeout`."""
         messages = []
+        self.stderr = []  # all that each process has written to it
         for process, errors in zip(self.processes, self._errors, strict=True):
             late = ""
             try:
@@ -105,7 +169,8 @@ class Launched:
                 late = f"\nno end within {timeout:.0f} s"
             with errors:
                 errors.seek(0)
-                messages += (errors.read() + late).strip().splitlines()[-1:]
+                self.stderr.append(errors.read() + late)
+                messages += self.stderr[-1].strip().splitlines()[-1:]
         return [process.returncode for process in self.processes], "; ".join(messages)
 
 
@@ -119,3 +184,54 @@ def exported_sums(workdir: pathlib.Path) -> dict[str, Any]:
     """SHA-256 of the files of the export."""
     (manifest,) = workdir.glob("export*/sha256.json")
     return json.loads(manifest.read_text())
+
+
+@dataclasses.dataclass(frozen=True)
+class Unbroken:
+    """A run that nothing disturbed, and how to start it again."""
+
+    workdir: pathlib.Path
+    cache: pathlib.Path
+    keys: Mapping[str, Any]
+    num_processes: int
+
+    def start(self, workdir: pathlib.Path, changes: Mapping[str, Any] | None = None) -> Launched:
+        """Starts the same run in another workdir, or with some keys changed."""
+        keys = {**self.keys, **(changes or {})}
+        return Launched(workdir, keys, self.cache, self.num_processes, is_quick=True)
+
+    def end(self, workdir: pathlib.Path) -> str:
+        """Runs to the end in a workdir that something happened to; returns what differs, or ""."""
+        launched = self.start(workdir)
+        statuses, messages = launched.finish(1800)
+        if set(statuses) != {0}:
+            return f"the restart ended with {statuses}: {messages}"
+        return difference(workdir, metrics(self.workdir), exported_sums(self.workdir))
+
+
+@functools.cache
+def unbroken(name: str, num_processes: int = 1) -> Unbroken:
+    """The run of "small" or "adapters", made once for all attempts.
+
+    Its programs are kept in JAX_COMPILATION_CACHE_DIR, if that is set.
+    """
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="care_unbroken_"))
+    cache = pathlib.Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder / "cache")
+    keys = {"small": SMALL, "adapters": ADAPTERS}[name]
+    made = Unbroken(folder / "run", cache, keys, num_processes)
+    statuses, messages = made.start(made.workdir).finish(3600)
+    assert set(statuses) == {0}, f"the unbroken run ended with {statuses}: {messages}"
+    return made
+
+
+def difference(workdir: pathlib.Path, expected: list[dict[str, Any]], sums: Any) -> str:
+    """How the lines and the export of a run differ from those of an unbroken one; "" if nowise."""
+    found = metrics(workdir)
+    steps, others = ([(x["stage"], x["step"]) for x in lines] for lines in (found, expected))
+    if steps != others:
+        return f"the lines are of other steps: {steps}"
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours != theirs:
+            names = [name for name in theirs if ours.get(name) != theirs[name]]
+            return f"{theirs['stage']} {theirs['step']} differs in {', '.join(names[:4])}"
+    return "" if exported_sums(workdir) == sums else "other weights were exported"

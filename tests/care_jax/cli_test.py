@@ -136,3 +136,19 @@ def test_a_module_of_the_current_folder_can_be_imported(monkeypatch, tmp_path):
     monkeypatch.setattr(cli.runpy, "run_module", lambda *_, **__: seen.extend(sys.path))
     cli.main()
     assert str(tmp_path) in seen[:2]
+
+
+def test_ctrl_c_is_one_line_in_every_command(monkeypatch, capsys):
+    """Also while modules are still being imported."""
+
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.runpy, "run_module", stopped)
+    monkeypatch.setattr(cli.sys, "argv", ["care-jax", "report", "runs/a"])
+    monkeypatch.setattr(cli.sys, "path", [*cli.sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"

@@ -1,7 +1,9 @@
 """Stages around scripted ones: what each works on and what it hands on; what flags must be."""
 
 import errno
+import os
 import pathlib
+import pty
 import subprocess
 import sys
 import time
@@ -227,7 +229,7 @@ def test_the_second_ctrl_c_ends_the_process_at_once():
 import os, signal, time
 from care_jax.run import interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-interrupts.exit_at_the_second()
+interrupts.watch()
 try:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
@@ -247,3 +249,37 @@ except KeyboardInterrupt:
     assert result.stdout == "alive\n"
     told = "stopping; press Ctrl-C again to exit at once, without waiting for saves\n"
     assert result.stderr == told
+
+
+def test_a_lost_terminal_stops_a_run_as_sigterm_does(tmp_path):
+    """Printing to it then fails, which must not end the run before it has saved."""
+    script = """
+import fcntl, pathlib, signal, sys, termios, time
+from care_jax.run import interrupts
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # its own terminal, whose loss is told by SIGHUP
+came = []
+signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+interrupts.watch()
+print("begun", flush=True)
+while not came:
+    time.sleep(0.01)
+for _ in range(3):
+    print("saving", flush=True)
+    print("saving", file=sys.stderr, flush=True)
+pathlib.Path(sys.argv[1]).write_text("saved")
+"""
+    master, slave = pty.openpty()
+
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path / "saved"],
+        cwd=ROOT,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    assert os.read(master, 5) == b"begun"
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    assert (tmp_path / "saved").read_text() == "saved"

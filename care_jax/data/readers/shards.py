@@ -2,7 +2,8 @@
 
 A record is the length of a JSON header, the header, and the concatenated image files; reading one
 runs no code from it. Records are stored uncompressed, one per chunk, for random access. The
-manifest has each shard's SHA-256, which a process compares when it first reads the shard.
+manifest has each shard's SHA-256, which a process compares when it first reads the shard, and a sum
+of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from care_jax.batch import Example
 from care_jax.data.rows import Rows, locate
+from care_jax.devices.whole_file import write_whole
 from care_jax.prompts.images import encoded
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # version of records and manifest; others are rejected
+FORMAT = 2  # version of records and manifest; others are rejected, except 1, which has no sum
 _LENGTH = struct.Struct("<I")
 # One record per chunk, for random access. Uncompressed, as image files do not shrink further.
 _OPTIONS = "group_size:1,uncompressed"
@@ -150,8 +152,9 @@ def from_record(record: bytes) -> Example:
 
 def write_manifest(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest, without which `read_manifest` rejects the folder."""
-    text = json.dumps({"format": FORMAT} | manifest, indent=2, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n")
+    whole = {"format": FORMAT} | manifest
+    text = json.dumps(whole | {"sha256": _sum_of(whole)}, indent=2, ensure_ascii=False)
+    write_whole(folder / MANIFEST, text + "\n")
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
@@ -163,15 +166,22 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
             "python -m care_jax.commands.prepare"
         )
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_text("utf-8"))
         number = manifest["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        if number == FORMAT and manifest.pop("sha256") != _sum_of(manifest):
+            raise ValueError("its own SHA-256 differs")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path} must be a manifest in JSON, got {error!r}; prepare the folder again"
+            f"{path} must be a whole manifest in JSON, got {error!r}; copy it again, or prepare "
+            "the folder again"
         ) from error
-    if number != FORMAT:
+    if number not in (1, FORMAT):
         raise ValueError(f"{path} has format {number}, expected {FORMAT}; prepare the folder again")
     return manifest
+
+
+def _sum_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def sha256(path: pathlib.Path) -> str:

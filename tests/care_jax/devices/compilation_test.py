@@ -7,6 +7,9 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from care_jax.devices import compilation
 
@@ -43,6 +46,69 @@ def test_a_folder_of_the_users_own_stays(tmp_path):
     compilation.keep_programs()
     assert jax.config.values[CACHE] == str(tmp_path / "own")
     jax.config.update(CACHE, before)
+
+
+def double(x):
+    return jnp.sin(x) * 2 @ x
+
+
+def triple(x):
+    return jnp.sin(x) * 3 @ x
+
+
+def swapped(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def flipped(one, other):
+    data = bytearray(one.read_bytes())
+    data[len(data) // 2] ^= 1
+    one.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "num_found"),
+    [
+        (lambda one, other: None, 2),
+        (flipped, 1),
+        (lambda one, other: one.write_bytes(one.read_bytes()[:-9]), 1),
+        (lambda one, other: one.write_bytes(b""), 1),
+        (lambda one, other: one.unlink(), 1),
+        (swapped, 0),
+    ],
+    ids=["none", "flipped", "cut", "emptied", "removed", "swapped"],
+)
+def test_a_damaged_program_is_compiled_again(tmp_path, capsys, damage, num_found):
+    """JAX alone runs `triple` in place of `double` once their entries are swapped."""
+    names = CACHE, "jax_persistent_cache_min_entry_size_bytes"
+    before = {name: jax.config.values[name] for name in names}
+    compilation.keep_programs()
+
+    def computed():
+        """Both programs, compiled or read from the folder, which is opened anew."""
+        jax.clear_caches()
+        compilation_cache.reset_cache()
+        return [np.asarray(jax.jit(each)(jnp.ones((9, 9)))) for each in (double, triple)]
+
+    try:
+        for name, value in zip(names, (str(tmp_path), -1), strict=True):
+            jax.config.update(name, value)
+        expected = computed()
+        one, other = (next(tmp_path.glob(f"jit_{name}*")) for name in ("double", "triple"))
+        damage(one, other)
+        capsys.readouterr()
+        for number in (num_found, 2):  # the second time all are found, and nothing is said
+            num_before = compilation.counts()["compiled"]
+            np.testing.assert_array_equal(computed(), expected)
+            assert compilation.counts()["compiled"] == num_before + 2 - number
+            is_said = number < 2 and damage.__name__ != "<lambda>"
+            assert ("was damaged; compiling it again" in capsys.readouterr().err) >= is_said
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 class OverAtOnce(threading.Timer):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 
 import pytest
 
@@ -86,3 +87,25 @@ def test_hyperparameters_are_those_of_the_stage_and_its_objective():
     for stage, section in (("rl", "rl"), ("rl_eval", "rl"), ("sft", "sft")):
         names = {key.split(".")[0] for key, _ in about.hyperparameters(CONFIG, stage)}
         assert names == {"seed", "model", section, *(["care"] if section == "rl" else [])}
+
+
+def test_whatever_is_damaged_the_rest_is_told(tmp_path):
+    """A report is drawn while a run trains, which it must not end."""
+    start = START | {"changed": {"seed": 1}, "stages": ["rl"]}
+    write(tmp_path, start, start)
+    rng = random.Random(0)
+    for name in ("config.json", "starts.jsonl"):
+        data = (tmp_path / name).read_bytes()
+        cut = data[: len(data) // 3]
+        others = [b"", b"[1]", b"{}", b'{"model": 3}', b'{"stages": 3, "changed": [1]}', cut]
+        others += [b'{"stages": [{}], "time": 7, "command": {}}\n', b'{"versions": [3], "rl": {}}']
+        for _ in range(300):
+            damaged = bytearray(data)
+            damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            others.append(bytes(damaged))
+        for other in others:
+            (tmp_path / name).write_bytes(other)
+            found = about.describe_run(tmp_path)
+            assert found.keys() == {"facts", "changed", "settings", "versions"}
+        assert dict(found["facts"])
+        (tmp_path / name).write_bytes(data)

@@ -305,7 +305,7 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     damaged = path.read_bytes().splitlines(keepends=True)
     damaged[1] = b'{"stage": "rl", "st\xff\x00\n'
-    damaged[2] = b"[1, 2]\n"
+    damaged[2] = b'{"stage": "rl", "step": "2"}\n'
     path.write_bytes(b"".join(damaged) + b'{"stage": "rl"')
     capsys.readouterr()
     with MetricWriter(tmp_path) as writer:
@@ -315,6 +315,7 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert [line.partition(" is damaged")[0] for line in told] == [f"{path}:2", f"{path}:3"]
     assert [line["step"] for line in lines(tmp_path)] == [0, 3, 4]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"".join(damaged[1:3])
 
 
 def test_a_board_that_cannot_be_written_stops_the_run_with_its_folder(tmp_path, monkeypatch):

@@ -224,7 +224,7 @@ def test_a_worker_that_died_between_two_questions_costs_no_answer(pool):
 
 def test_a_worker_outlives_the_signals_that_end_the_run(pool):
     process = process_of(pool)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(process.pid, number)
         assert pool.ask([program(f"pass # {number}")]) == [EQUAL]
     assert process_of(pool) is process and is_alive(process)

@@ -519,3 +519,11 @@ def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):
         raise FloatingPointError("the first")
     with pytest.raises(IndexError), checkpoints(tmp_path) as saved:
         monkeypatch.setattr(saved, "wait", lambda: [][0])
+
+
+def test_steps_that_were_swapped_are_not_restored(folder, capfd):
+    for old, new in (("4", "x"), ("6", "4"), ("x", "6")):
+        (folder / old).rename(folder / new)
+    with pytest.raises(ValueError, match=r"is damaged \(4\.damaged, 6\.damaged\)"):
+        checkpoints(folder)
+    assert "checkpoint 4 is damaged: its files are those of checkpoint 6" in capfd.readouterr().err

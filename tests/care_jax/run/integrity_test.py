@@ -63,3 +63,13 @@ def test_a_damaged_manifest_is_damage(folder):
     for broken in (text[:-10], "[]", "3", "{}"):
         path.write_text(broken)
         assert integrity.find_damage(folder).startswith("sha256.json is unreadable (")
+
+
+def test_a_folder_in_the_place_of_another_is_damage(folder, tmp_path):
+    integrity.write_manifest(folder, leave_out=("later",), of="step 1")
+    integrity.update_manifest(folder, "deep/file2")
+    assert integrity.find_damage(folder, of="step 1") == ""
+    assert integrity.find_damage(folder, of="step 2") == "its files are those of step 1"
+    path = folder / integrity.MANIFEST
+    path.write_text(path.read_text().replace("step 1", "step 2"))
+    assert "unreadable (its own sum differs)" in integrity.find_damage(folder, of="step 2")

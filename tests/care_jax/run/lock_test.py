@@ -57,3 +57,23 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capfd):
     with held(tmp_path):
         line = f"{tmp_path} cannot be locked (not supported); do not start a second run in it\n"
         assert capfd.readouterr().err == line
+
+
+def test_the_lock_holds_though_its_file_is_removed_or_damaged(tmp_path):
+    with held(tmp_path):
+        (tmp_path / NAME).write_bytes(b"\xff\n" * 9)
+        with pytest.raises(ValueError, match="is in use by \ufffd"), held(tmp_path):
+            pass
+        (tmp_path / NAME).unlink()
+        with pytest.raises(ValueError, match="is in use by another process"), held(tmp_path):
+            pass
+    with held(tmp_path):
+        pass
+
+
+def test_a_file_that_is_no_lock_is_not_overwritten(tmp_path):
+    lines = '{"stage": "rl", "step": 0}\n' * 100
+    (tmp_path / NAME).write_text(lines)
+    with pytest.raises(ValueError, match=r"has 2700 bytes and is not the file"), held(tmp_path):
+        pass
+    assert (tmp_path / NAME).read_text() == lines

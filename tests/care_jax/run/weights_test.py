@@ -56,5 +56,16 @@ def test_an_export_that_differs_from_its_sums_is_refused_and_named(policy, param
     message = f"model.path {tmp_path} is damaged: model.safetensors has another SHA-256"
     with pytest.raises(ValueError, match=re.escape(message)):
         load()
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    fields = (tmp_path / "config.json").read_text()
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[:-2] + b" " + content[-1:])
+        with pytest.raises(ValueError, match=rf"is damaged: {name} has another SHA-256"):
+            policy_of(config)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text(fields.replace("1e-06", "2e-06"))
     (tmp_path / "sha256.json").unlink()  # changed on purpose
+    policy_of(config)
     load()

@@ -11,6 +11,7 @@ import pytest
 from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import mathvision
 from care_jax.benchmarks.rows import Question
+from care_jax.benchmarks.samples import to_line
 from care_jax.report.metrics import wilson_interval
 from care_jax.rewards.failures import RewardFailed
 from care_jax.stages import answering, evaluate
@@ -323,15 +324,25 @@ def test_an_evaluation_goes_on_behind_the_samples_it_has(benchmark_run, asked):
     metrics = benchmarked(run)
     path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
     whole = path.read_text()
-    first, second, *_ = whole.splitlines(keepends=True)
-    first = first.replace('"acc": 1.0', '"acc": 0.0').replace('"input": "', '"input": "\u2028')
-    assert "\u2028" in first
-    path.write_text(first + second + '{"doc_id": 2, "ac')
+    first, second, *_ = samples_of(run)
+    del first["sha256"], second["sha256"]
+    first |= {"acc": 0.0, "input": "\u2028"}
+    path.write_text(to_line(first) + to_line(second) + '{"doc_id": 2, "ac')
     again = benchmarked(run)
-    # What was kept is believed, so the changed verdict shows; the rest is asked again.
+    # A whole line is believed, so the changed verdict shows; the rest is asked again.
     assert again["mean/acc"] == pytest.approx(metrics["mean/acc"] - 1 / 5)
     assert [sample["doc_id"] for sample in samples_of(run)] == list(range(5))
     assert path.read_text().split("\n")[1:] == whole.split("\n")[1:]
+
+
+def test_samples_of_another_benchmark_are_not_believed(benchmark_run, release, asked):
+    """Files that were swapped: weights and settings are the same."""
+    benchmarked(benchmark_run())
+    run = benchmark_run(**{"evaluate.benchmarks": (("mathvision", str(release)),)})
+    folder = run.workdir / "benchmarks_rl"
+    (folder / "samples_mathvision_testmini.jsonl").rename(folder / "samples_mathvision.jsonl")
+    benchmarked(run)
+    assert [call["asked"] for call in asked[1]] == [[*range(5)]] * 2
 
 
 @pytest.mark.parametrize(
@@ -482,14 +493,31 @@ def test_a_result_of_the_same_weights_keeps_its_line_and_its_place(staged, make_
     assert len({line["settings"] for line in lines}) == 1  # none is left of the first weights
 
 
-@pytest.mark.parametrize(("left", "again"), [("damaged", [2, 3, 4]), ("", [0, 1, 2, 3, 4])])
-def test_what_is_lost_of_the_samples_is_decoded_again(staged, make_run, left, again):
+@pytest.mark.parametrize(
+    ("damage", "again"),
+    [
+        (lambda lines: [*lines[:2], '{"doc_id": 2, "id\n', *lines[3:]], [2]),
+        (lambda lines: [lines[0].replace('"acc": 1.0', '"acc": 0.0'), *lines[1:]], [0]),
+        (lambda lines: [lines[0].replace('"sha256"', '"sha257"'), *lines[1:]], [0]),
+        (lambda lines: lines[::-1], []),
+        (lambda lines: [*lines, *lines], []),
+        (lambda lines: [*lines[:4], lines[4][:-9]], [4]),
+        (lambda lines: [], [0, 1, 2, 3, 4]),
+    ],
+    ids=["cut inside", "verdict", "sum", "another order", "twice", "cut", "emptied"],
+)
+def test_what_is_lost_of_the_samples_alone_is_decoded_again(staged, make_run, damage, again):
     first, _, stages = staged()
     path = make_run(SETTINGS).workdir / "samples_rl.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:2], '{"doc_id": 2, "id\n', *lines[3:]]) if left else "")
+    assert '"acc": 1.0' in lines[0]
+    damaged = damage(lines)
+    path.write_text("".join(damaged))
     assert staged() == (first, again, stages)
     assert path.read_text().splitlines(keepends=True) == lines
+    aside = path.with_name("samples_rl.jsonl.damaged")
+    left_out = [line for line in damaged if line not in lines and line.endswith("\n")]
+    assert (aside.read_text() if aside.exists() else "") == "".join(left_out)
 
 
 def test_a_lost_line_is_written_again_without_decoding(staged, make_run):

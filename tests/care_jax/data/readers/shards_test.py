@@ -87,23 +87,40 @@ def test_flipped_bit_anywhere_names_the_shard(folder):
 
 
 SHARD, MANIFEST = "one-00001.arrayrecord", "manifest.json"
+
+
+def without_sum(text):
+    """As manifests were written before they had a sum."""
+    return text.replace(b'"format": 2', b'"format": 1')
+
+
 REFUSED = {
     "cut": (SHARD, lambda data: data[:9], rf"{SHARD} of \d+ bytes, got 9; copy it again, or"),
     "missing": (SHARD, lambda _: None, rf"{SHARD} of \d+ bytes, got no file; copy it again, or"),
     "fewer records": (
         MANIFEST,
-        lambda text: text.replace(b'"num_records": 2', b'"num_records": 1'),
+        lambda text: without_sum(text).replace(b'"num_records": 2', b'"num_records": 1'),
         r"one-00000.arrayrecord is corrupt at record 0 of 1 \(it has 2 records\)",
     ),
     "no records": (
         MANIFEST,
-        lambda text: re.sub(rb'(?s)"shards": \[.*?\]', b'"shards": []', text),
+        lambda text: re.sub(rb'(?s)"shards": \[.*?\]', b'"shards": []', without_sum(text)),
         "has no example of any source; prepare it again",
     ),
-    "format": (MANIFEST, lambda text: text.replace(b"1", b"9", 1), "has format 9, expected 1"),
-    "no JSON": (MANIFEST, lambda text: text[:-20], "must be a manifest in JSON, got"),
+    "another manifest": (
+        MANIFEST,
+        lambda text: text.replace(b'"num_records": 2', b'"num_records": 3'),
+        r"must be a whole manifest in JSON, got .*its own SHA-256 differs.*; copy it again, or",
+    ),
+    "format": (MANIFEST, lambda text: text.replace(b"2", b"9", 1), "has format 9, expected 2"),
+    "no JSON": (MANIFEST, lambda text: text[:-20], "must be a whole manifest in JSON, got"),
     "no manifest": (MANIFEST, lambda _: None, f"expected a prepared folder with {MANIFEST}, got"),
 }
+
+
+def test_a_manifest_without_a_sum_is_read(folder):
+    (folder / MANIFEST).write_bytes(without_sum((folder / MANIFEST).read_bytes()))
+    assert open_source("arrayrecord", path=str(folder))[2].id == "é2"
 
 
 @pytest.mark.parametrize(("file", "change", "message"), REFUSED.values(), ids=REFUSED)
