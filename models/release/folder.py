@@ -6,6 +6,7 @@ for ever at a named pipe, and parses a file of any size.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 
@@ -55,10 +56,17 @@ def is_inside(path: str | pathlib.Path, folder: str | pathlib.Path) -> bool:
     The files of a snapshot in huggingface_hub's cache are links to `blobs`, of the repository or of
     the whole cache.
     """
-    target, root = pathlib.Path(os.path.realpath(path)), pathlib.Path(os.path.realpath(folder))
+    target = pathlib.Path(os.path.realpath(path))
+    return any(map(target.is_relative_to, _roots(os.path.abspath(folder))))
+
+
+@functools.lru_cache(maxsize=64)
+def _roots(folder: str) -> list[pathlib.Path]:
+    """The folders in which the files of `folder` may be."""
+    root = pathlib.Path(os.path.realpath(folder))
     roots = [root]
     for each in (root, *root.parents):
         if each.parent.name == "snapshots":
             repository = each.parent.parent
             roots += [each, repository / "blobs", repository.parent / "blobs"]
-    return any(map(target.is_relative_to, roots))
+    return roots
