@@ -30,8 +30,8 @@ AnyImage = Image.Image | pathlib.Path | zipfile.Path | bytes
 MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
 MAX_FILE_BYTES = 2**28  # those pixels uncompressed, with transparency
-# A scan of a progressive JPEG is decoded over all pixels and may take 14 bytes of the file. Encoders
-# write about 10.
+# Each scan of a progressive JPEG takes the time of all its pixels, and as few as 14 bytes of the
+# file. Encoders write about 10.
 MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # not EPS: it can run programs

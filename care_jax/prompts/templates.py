@@ -32,7 +32,9 @@ class TemplateError(Exception):
     """The template raised an exception; the message is one line."""
 
 
-def render(template: str, turns: Sequence[dict[str, Any]], *, is_trusted: bool, **names: str) -> str:
+def render(
+    template: str, turns: Sequence[dict[str, Any]], *, is_trusted: bool, **names: str
+) -> str:
     """The prompt of a conversation, up to the assistant's turn.
 
     Args:
