@@ -35,7 +35,6 @@ MAX_IMAGES = 64  # of a row, which are decoded together
 PUT_IN_FRONT = "placeholder put in front"
 NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
 NO_TEXT_LEFT = "answer has no text inside its LaTeX or Markdown marks"
-TEXT_TOO_LONG = "text too long"
 NO_RESPONSE = "no response to imitate"
 OUTSIDE = "image path outside the images folder, which needs images_outside"
 LONE_SURROGATE = "a lone surrogate in the text, which UTF-8 cannot encode"
@@ -218,7 +217,7 @@ def make_example(
     question, images, is_repaired = _placed("\n".join([question, *lines]), list(images))
     is_long = max(len(question), len(gold)) > MAX_CHARS
     if is_long or max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
-        raise Unusable(TEXT_TOO_LONG)
+        raise Unusable("text too long")
     id = _text(position if id is None or id == "" else id, "id", is_number_allowed=True)
     if len(id) > MAX_ID_CHARS:
         raise Unusable(f"id of more than {MAX_ID_CHARS} characters")
@@ -309,15 +308,11 @@ def _text(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
             f"{name} is {'neither text nor a number' if is_number_allowed else 'not text'}",
             _shown(value),
         )
-    if len(value) > MAX_RESPONSE_CHARS:  # before any rule is applied to it
-        raise Unusable(TEXT_TOO_LONG)
     is_visible = any(unicodedata.category(c)[0] in "LNPS" for c in value)
     return value.strip() if is_visible or SURROGATE.search(value) else ""
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value, which may be large."""
-    value = value[:60] if isinstance(value, str | bytes | list | tuple) else value
     return f"{value!r:.60}"
 
 
@@ -327,7 +322,7 @@ def _number_text(value: float, name: str) -> str:
     try:
         return str(value)
     except ValueError as error:  # Python converts integers of at most 4300 digits
-        raise Unusable(TEXT_TOO_LONG) from error
+        raise Unusable("text too long") from error
 
 
 def _is_finite(value: Any) -> bool:
@@ -339,20 +334,15 @@ def _is_finite(value: Any) -> bool:
 
 def _choices(value: Any) -> tuple[str, ...]:
     value = value or []
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(choice, str | int | float) for choice in value[: len(_LETTERS)]
-    ):
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(isinstance(choice, str | int | float) for choice in value):
         raise Unusable("choices are not a list of texts and numbers", _shown(value))
     if len(value) > len(_LETTERS):
         raise Unusable("more than 26 choices")
-    return tuple(_choice(choice) for choice in value)
-
-
-def _choice(value: str | float) -> str:
-    text = value.strip() if isinstance(value, str) else _number_text(value, "a choice")
-    if len(text) > MAX_CHARS:
-        raise Unusable(TEXT_TOO_LONG)
-    return text
+    return tuple(
+        choice.strip() if isinstance(choice, str) else _number_text(choice, "a choice")
+        for choice in value
+    )
 
 
 def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:

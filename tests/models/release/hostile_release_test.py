@@ -87,9 +87,9 @@ def test_pickled_weights_alone_are_not_read(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("num_files", [1, 200_000])
+@pytest.mark.parametrize("num_files", [1, 30_000])
 def test_an_index_of_very_many_entries_is_refused_in_a_short_line(tmp_path, num_files):
-    index = {f"a{i}": f"{i % num_files}.safetensors" for i in range(200_000)}
+    index = {f"a{i}": f"{i % num_files}.safetensors" for i in range(30_000)}
     (tmp_path / transfer.INDEX).write_text(json.dumps({"weight_map": index}))
     (tmp_path / "0.safetensors").write_bytes(WHOLE)
     assert " more; fetch" in refusal(transfer.read_headers, tmp_path)
