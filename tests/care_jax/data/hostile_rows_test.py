@@ -35,7 +35,7 @@ LONG = "text too long"
 LEFT_OUT = {
     "10 MB of question": ({"question": "?" * 10_000_000}, LONG),
     "12 MB that nobody sees": ({"question": "\u200b" * 2_000_000}, "no question"),
-    "10 MB of placeholders": ({"question": "<image>" * 1_500_000}, "images and placeholders differ in"),
+    "10 MB of placeholders": ({"question": "<image>" * 1_500_000}, "images and placeholders"),
     "10 MB of answer": ({"answer": "\\frac{" * 1_500_000}, LONG),
     "10 MB of choices": ({"answer": "A", "choices": ["{" * 400_000] * 26}, LONG),
     "a million choices": ({"choices": ["3"] * 1_000_000}, "more than 26 choices"),
