@@ -124,7 +124,7 @@ def _check_normalizer(tokenizer: PreTrainedTokenizerBase) -> None:
     normalizer = tokenizer.backend_tokenizer.normalizer
     fields = json.loads(normalizer.__getstate__()) if normalizer else {}
     parts = fields["normalizers"] if fields.get("type") == "Sequence" else [fields]
-    others = {part.get("type") for part in parts} - {None, "NFC", "NFD", "NFKC", "NFKD"}
+    others = {str(part["type"]) for part in parts if part} - {"NFC", "NFD", "NFKC", "NFKD"}
     if others:
         raise ValueError(f"normaliser {sorted(others)}, expected NFC or none")
 
