@@ -24,15 +24,18 @@ from models.positions import HostOrDevice, ImagePatches
 _UNKNOWN: Any = None  # default of a field that is filled in later
 
 
+_MAX_DETAIL = 300  # characters
+
+
 class Unusable(ValueError):
     """A data row or its prompt cannot be used; it is left out and counted by this message.
 
-    `detail` is what was found in this row: a path, a line, its keys.
+    `detail` is what was found in this row, as one short line: a path, its beginning, its keys.
     """
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason)
-        self.detail = detail
+        self.detail = "".join(c if c.isprintable() else "?" for c in detail[:_MAX_DETAIL])
 
 
 @dataclasses.dataclass(frozen=True)

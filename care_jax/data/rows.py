@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -16,7 +17,7 @@ import string
 import unicodedata
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -25,9 +26,12 @@ from PIL import Image
 from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
 from care_jax.rewards.equivalence import notation
+from models.release import folder as release_folder
 
 MAX_CHARS = 16_384  # of a question with its choices, and of an answer
 MAX_RESPONSE_CHARS = 65_536
+MAX_ID_CHARS = 1_024
+MAX_IMAGES = 64  # of a row, which are decoded together
 PUT_IN_FRONT = "placeholder put in front"
 NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
 NO_TEXT_LEFT = "answer has no text inside its LaTeX or Markdown marks"
@@ -39,6 +43,7 @@ _LETTERS = string.ascii_uppercase
 _PLACEHOLDER = re.compile(r"<image(\d*)>")
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_PATH = 4_096  # characters
 _MAX_DIGITS = 4  # of a placeholder's number
 _MAX_TRIES = 64  # a source is rejected if this many first rows are unusable
 
@@ -214,6 +219,8 @@ def make_example(
     if is_long or max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
         raise Unusable("text too long")
     id = _text(position if id is None or id == "" else id, "id", is_number_allowed=True)
+    if len(id) > MAX_ID_CHARS:
+        raise Unusable(f"id of more than {MAX_ID_CHARS} characters")
     texts = (question, gold, rationale, given, target)
     if any(map(SPECIAL_TOKEN.search, texts)):
         raise Unusable("a special token in the text")
@@ -244,28 +251,45 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
     A cell given from Python may be an open image; None means no images. Paths are relative to the
     folder, which may be inside an archive. `images_outside` allows paths that lead out of it.
     """
-    if cell is None:
-        return []
+    leaves = list(itertools.islice(_leaves(cell), MAX_IMAGES + 1))
+    if len(leaves) > MAX_IMAGES:
+        raise Unusable(f"more than {MAX_IMAGES} images")
+    return [_image(leaf, folder, images_outside) for leaf in leaves]
+
+
+def _leaves(cell: Any) -> Iterator[Any]:
+    """The cell, or the elements of its lists, without None."""
     if isinstance(cell, list | tuple):
-        return [image for each in cell for image in images_of(each, folder, images_outside)]
+        for each in cell:
+            yield from _leaves(each)
+    elif cell is not None:
+        yield cell
+
+
+def _image(cell: Any, folder: AnyFolder, images_outside: bool) -> AnyImage:
     image = (cell.get("bytes") or cell.get("path")) if isinstance(cell, dict) else cell
     if isinstance(image, str) and image:
-        return [_image_path(folder, image, images_outside)]
+        return _image_path(folder, image, images_outside)
     if isinstance(image, bytes | pathlib.Path | Image.Image):
-        return [image]
+        return image
     raise Unusable("image is neither a path nor bytes", _shown(cell))
 
 
 def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
     """The image file that a row names; rows are untrusted, so it must be below the folder.
 
-    Symbolic links in the folder are followed, as the folder itself is trusted.
+    Links are followed, if they stay below the folder or in the cache of huggingface_hub.
     """
     if name.startswith(("http://", "https://", "data:")):
         raise Unusable("image is a URL, which is not read; save it as a file", f"{name:.60}")
+    if len(name) > _MAX_PATH or "\0" in name or SURROGATE.search(name):
+        raise Unusable("image path that no file can have", _shown(name))
     path = pathlib.PurePosixPath(name)
     is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))
-    if not images_outside and (".." in path.parts or not is_inside):
+    is_inside = is_inside and ".." not in path.parts
+    if is_inside and isinstance(folder, pathlib.Path):
+        is_inside = release_folder.is_inside(folder / name, folder)
+    if not (images_outside or is_inside):
         raise Unusable(OUTSIDE, name)
     return folder / name
 

@@ -7,12 +7,13 @@ shapes are compiled. A prompt that fits no bucket is reported (`fits`), never tr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from jaxtyping import Float, Int
 from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from care_jax.batch import Example, Prompts
+from care_jax.batch import Example, Prompts, Unusable
+from care_jax.prompts import templates
 from care_jax.prompts.images import image_size, open_image
 from care_jax.prompts.patches import target_size, to_patches
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
@@ -29,6 +31,7 @@ from models.config import BackboneConfig
 from models.families import FAMILIES
 from models.positions import image_slots, pack_images, prompt_positions
 from models.release import config_json
+from models.release import folder as release_folder
 
 IMAGE_PLACEHOLDER = "<image>"
 _IMAGE_TOKEN, _TURN_TOKEN = "<|image_pad|>", "<|im_start|>"
@@ -72,13 +75,11 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     is text-only in the releases of Qwen2.5-VL. A folder without any template gets Qwen2.5-VL's, if
     the tokenizer has its turns.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"expected a tokenizer in {str(folder)!r}, got {str(error).splitlines()[0]!r}; point "
-            "model.tokenizer at a folder with tokenizer.json, or vocab.json and merges.txt"
-        ) from error
+    release_folder.check(folder)
+    advice = "point model.tokenizer at a folder with tokenizer.json, or vocab.json and merges.txt"
+    with _refused(f"a tokenizer in {str(folder)!r}", advice):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        _check_normalizer(tokenizer)
     found = processor_template(folder) or tokenizer.chat_template
     if not found and _TURN_TOKEN not in tokenizer.get_vocab():
         raise ValueError(
@@ -95,14 +96,32 @@ def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | Non
     # The import takes a second, and runs with the built-in tokenizer do not need it.
     from transformers.processing_utils import ProcessorMixin
 
-    try:
+    advice = "download the release's chat_template.json or chat_template.jinja again, and keep one"
+    with _refused(f"a chat template in {str(folder)!r}", advice):
         fields, _ = ProcessorMixin.get_processor_dict(str(folder))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"expected a chat template in {str(folder)!r}, got {str(error).splitlines()[0]!r}; "
-            "download the release's chat_template.json or chat_template.jinja again, and keep one"
-        ) from error
     return fields.get("chat_template")
+
+
+@contextlib.contextmanager
+def _refused(expected: str, advice: str) -> Iterator[None]:
+    """Turns every exception of a library that reads a release into an error of one line."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of `tokenizers` is no Exception
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"expected {expected}, got {text[:200]!r}; {advice}") from error
+
+
+def _check_normalizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a normaliser that can write a text of any length for a short one."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    fields = json.loads(normalizer.__getstate__()) if normalizer else {}
+    parts = fields["normalizers"] if fields.get("type") == "Sequence" else [fields]
+    others = {str(part["type"]) for part in parts if part} - {"NFC", "NFD", "NFKC", "NFKD"}
+    if others:
+        raise ValueError(f"normaliser {sorted(others)}, expected NFC or none")
 
 
 def backbone_config(
@@ -175,6 +194,7 @@ class PromptBuilder:
         self.system_prompt = system_prompt.replace("{tag}", think_tag)
         self.instruction = instruction.replace("{tag}", think_tag)
         self.patch_dtype = np.dtype(patch_dtype)
+        self._template = tokenizer.get_chat_template()
         # Cached: rendering the template is slow, and questions repeat.
         self._chat_of = functools.lru_cache(maxsize=4096)(self._render)
         self._check_template()
@@ -193,7 +213,10 @@ class PromptBuilder:
                 f"example {example.id} of {example.source} has {num_images} images and "
                 f"{num_placed} {IMAGE_PLACEHOLDER} in its question; write one for each image"
             )
-        return self._chat_of(example.question)
+        try:
+            return self._chat_of(example.question)
+        except templates.TemplateError as error:
+            raise Unusable("the chat template refuses the question", str(error)) from error
 
     def _render(self, question: str) -> str:
         texts = question.split(IMAGE_PLACEHOLDER)
@@ -207,8 +230,9 @@ class PromptBuilder:
             content = [item for item in content if item.get("text") != ""]
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         turns = [*system, {"role": "user", "content": content}]
-        options = {"add_generation_prompt": True, "date_string": _DATE}
-        return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        names = {**self.tokenizer.special_tokens_map, "date_string": _DATE}
+        is_trusted = self._template == CHAT_TEMPLATE
+        return templates.render(self._template, turns, is_trusted=is_trusted, **names)
 
     def tokenize(self, example: Example) -> TokenizedPrompt:
         """Tokens and patches of one example; raises `Unusable` if an image cannot be read."""
@@ -315,7 +339,13 @@ class PromptBuilder:
 
     def context_tokens(self, text: str) -> Int[np.ndarray, " c"]:
         """Tokens of the beginning of a response, without an end-of-sequence token."""
-        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        try:
+            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of `tokenizers` is no Exception
+            raise Unusable("the tokenizer cannot read the text", f"{error}") from error
+        return np.array(tokens, np.int32)
 
     def response_tokens(self, text: str) -> Int[np.ndarray, " T"]:
         """Tokens of a response, tags included, and the end of the turn.
@@ -373,8 +403,8 @@ class PromptBuilder:
             found = shown.count(_IMAGE_TOKEN)
             is_right = "Which?" in shown and (found == 2 or self.config.vision is None)
             got = f"{found} of them for two images" if images else f"{shown!r:.200}"
-        except Exception as error:  # a template is a program and can raise anything
-            is_right, got = False, f"{type(error).__name__} ({str(error).partition(chr(10))[0]})"
+        except templates.TemplateError as error:
+            is_right, got = False, str(error)
         if not is_right:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path!r} must {wanted}, got {got}, "
@@ -404,8 +434,9 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: BackboneConfig)
                 f"the backbone has {token} at {expected} and the tokenizer at {actual}; use the "
                 "tokenizer of the backbone's release, or change the backbone's token ids"
             )
-    if len(tokenizer) > config.text.vocab_size:
+    num_ids = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+    if num_ids > config.text.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the backbone a vocabulary of "
+            f"the tokenizer has {num_ids} tokens and the backbone a vocabulary of "
             f"{config.text.vocab_size}; raise the backbone's vocab_size"
         )

@@ -17,6 +17,7 @@ import os
 import pathlib
 import zipfile
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -28,6 +29,11 @@ AnyImage = Image.Image | pathlib.Path | zipfile.Path | bytes
 
 MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
+MAX_FILE_BYTES = 2**28  # those pixels uncompressed, with transparency
+# Each scan of a progressive JPEG takes the time of all its pixels, and as few as 14 bytes of the
+# file. Encoders write about 10.
+MAX_SCANS = 100
+_START_OF_SCAN = b"\xff\xda"
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # not EPS: it can run programs
 # Colour modes of at most 8 bits per channel.
 _COLOR_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
@@ -62,6 +68,8 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
             return _as_colors(image)
     with _refused_if_broken(image), _opened(image) as opened:
         _check_size(*opened.size)
+        if opened.info.get("progressive"):
+            _check_scans(opened)
         if at_least:
             opened.draft("RGB", (at_least, at_least))
         opened.load()
@@ -128,10 +136,31 @@ def _refused_if_broken(image: AnyImage) -> Iterator[None]:
 def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:
     if not isinstance(image, bytes) and not image.is_file():
         raise Unusable("image missing", os.path.abspath(str(image)))
+    if _num_bytes(image) > MAX_FILE_BYTES:
+        raise Unusable(f"image file of more than {MAX_FILE_BYTES >> 20} MiB")
     if isinstance(image, zipfile.Path):
         image = image.read_bytes()
     file = io.BytesIO(image) if isinstance(image, bytes) else image
     return Image.open(file, formats=_FORMATS)
+
+
+def _num_bytes(image: pathlib.Path | zipfile.Path | bytes) -> int:
+    """The size of the file, in an archive after decompression."""
+    if isinstance(image, bytes):
+        return len(image)
+    if isinstance(image, zipfile.Path):
+        return image.root.getinfo(image.at).file_size  # zipfile reads no more than this
+    return image.stat().st_size
+
+
+def _check_scans(opened: Image.Image) -> None:
+    file: Any = opened.fp  # type: ignore[attr-defined]
+    place = file.tell()
+    file.seek(0)
+    num_scans = file.read().count(_START_OF_SCAN)
+    file.seek(place)
+    if num_scans > MAX_SCANS:
+        raise Unusable(f"JPEG of more than {MAX_SCANS} scans")
 
 
 def _as_colors(image: Image.Image) -> Image.Image:

@@ -33,10 +33,14 @@ from safetensors import SafetensorError, safe_open
 from models.config import BackboneConfig
 from models.layers import Params
 from models.release import config_json, weights
+from models.release import folder as release_folder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _BLOCK_SIZE = 2**22  # elements read at a time when tensors are compared
+MAX_HEADER_BYTES = 2**25  # of one file; about 200,000 tensors
+MAX_TENSORS = 2**20
+_MAX_TOLD = 20  # faults that a message lists
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's name
 
 
@@ -97,7 +101,7 @@ def _find(
             problems.append(f"{name} is {entry.dtype}, expected {dtypes}")
     if problems:
         raise ValueError(
-            f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}; use the "
+            f"the weights in {folder} do not fit its config.json: {_told(problems)}; use the "
             "config.json of the same release"
         )
     embedding = found[weights.release_name(weights.EMBEDDING, family)]
@@ -114,13 +118,16 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
 
     Raises:
         ValueError: there are no weights, a file is missing or truncated, two files hold the same
-            tensor, or the index and the files disagree; the message lists all such faults.
+            tensor, or the index and the files disagree; the message lists the first such faults.
     """
     folder = pathlib.Path(folder)
+    release_folder.check(folder)
     index = None if (folder / SINGLE).exists() else _read_index(folder)
     entries: dict[str, Entry] = {}
     problems, unread = [], set()
     for file in [SINGLE] if index is None else sorted(set(index.values())):
+        if len(unread) == _MAX_TOLD:
+            break
         try:
             header = _read_header(folder / file)
         except (OSError, SafetensorError) as error:
@@ -132,6 +139,10 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
             for name in sorted(header.keys() & entries.keys())
         ]
         entries |= header
+        if len(entries) > MAX_TENSORS:
+            raise ValueError(
+                f"{folder} must hold at most {MAX_TENSORS} tensors, got more; fetch it again"
+            )
     if index is not None:
         problems += [
             f"{name} is not in {file}, where the index has it"
@@ -143,16 +154,27 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
             for name in sorted(entries.keys() - index.keys())
         ]
     if problems:
-        found = " ".join("; ".join(problems).split())  # names in headers may hold line breaks
-        raise ValueError(f"{folder} is not a complete release: {found}; fetch or export it again")
+        raise ValueError(
+            f"{folder} is not a complete release: {_told(problems)}; fetch or export it again"
+        )
     return entries
+
+
+def _told(problems: Sequence[str]) -> str:
+    """The first faults as one printable line: names of tensors are untrusted."""
+    line = "; ".join(f"{problem:.300}" for problem in problems[:_MAX_TOLD])
+    line = "".join(c if c.isprintable() else " " for c in line)
+    more = len(problems) - _MAX_TOLD
+    return f"{line}; and {more} more" if more > 0 else line
 
 
 def _read_index(folder: pathlib.Path) -> dict[str, str]:
     """File name of every tensor, by the tensor's name."""
     path = folder / INDEX
     if not path.exists():
-        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
+        found = "no folder"
+        if folder.is_dir():
+            found = sorted(path.name for path in folder.iterdir())[:_MAX_TOLD]
         raise ValueError(
             f"{folder} must hold {SINGLE} or {INDEX}, got {found}; pass the folder of a release"
         )
@@ -175,6 +197,10 @@ def _read_index(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _read_header(path: pathlib.Path) -> dict[str, Entry]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise SafetensorError(f"a header of {length} bytes, expected {MAX_HEADER_BYTES} at most")
     with safe_open(path, framework="numpy") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {

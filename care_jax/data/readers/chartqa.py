@@ -40,7 +40,7 @@ def open_rows(path: str, *, split: str = "", subset: str = "") -> Rows:
             return _open_folder(folder, split, [subset] if subset else SUBSETS)
     files = find_files(root, split)
     table = ParquetRows(files, ["image", "query", "label", "human_or_machine"])
-    indices = list(range(len(table)))
+    indices: Sequence[int] = range(len(table))
     if subset:
         kinds, wanted = ParquetRows(files, ["human_or_machine"]), SUBSETS.index(subset)
         indices = [row for row in indices if kinds[row]["human_or_machine"] == wanted]

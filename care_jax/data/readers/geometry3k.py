@@ -16,7 +16,7 @@ from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.readers import hub
-from care_jax.data.readers.json_rows import parse_object
+from care_jax.data.readers.json_rows import MAX_ROW_BYTES, parse_object
 from care_jax.data.readers.parquet import ParquetRows, find_files
 from care_jax.data.rows import Rows, images_of, make_example
 
@@ -83,16 +83,16 @@ def _problem(folder: pathlib.Path, subset: str) -> Example:
         source=NAME,
         question=question,
         answer=letter if subset == "choices" else choices[_LETTERS.index(letter)],
-        images=[folder / "img_diagram.png"],
+        images=images_of("img_diagram.png", folder),
         choices=choices if subset == "choices" else (),
     )
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        return parse_object(path.read_bytes())
-    except FileNotFoundError as error:
-        raise Unusable(f"{path.name} missing") from error
+    if not path.is_file():
+        raise Unusable(f"{path.name} missing")
+    with path.open("rb") as file:
+        return parse_object(file.read(MAX_ROW_BYTES + 1))
 
 
 def _in_order(name: str) -> tuple[int, str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from care_jax.devices import distributed
+from models.release import folder as release_folder
 
 SPLITS = ("train", "val", "test")
 # By kind: the config key that gives the path, and an example of a hub id.
@@ -32,7 +33,8 @@ def find(
         kind: "dataset" or "model".
 
     Raises:
-        ValueError: the path does not exist and cannot be downloaded, or is no model.
+        ValueError: the path does not exist and cannot be downloaded, or is no model, or
+            `release_folder.check` refuses it.
     """
     # `process_count` initialises devices, which `commands.prepare` runs without.
     is_shared = _may_be_id(path) and jax.distributed.is_initialized() and jax.process_count() > 1
@@ -40,10 +42,13 @@ def find(
     if is_shared and not is_first:
         distributed.gather_json(path)  # a barrier: process 0 is done
     try:
-        return _find(path, patterns, kind)
+        folder = _find(path, patterns, kind)
     finally:
         if is_first:
             distributed.gather_json(path)
+    if kind == "model":
+        release_folder.check(folder)
+    return folder
 
 
 def check_split(name: str, split: str) -> None:

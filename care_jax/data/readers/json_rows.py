@@ -20,7 +20,7 @@ from care_jax.data.rows import LONE_SURROGATE, SURROGATE
 
 # The tokens that delimit array elements. A whole string is one token, so brackets inside it do not
 # count. A lone quotation mark matches only where a string is never closed.
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
 # A pair of escaped UTF-16 surrogates is one character; a lone one cannot be encoded as UTF-8.
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # First bytes of files of other formats, and what to do with them.
@@ -29,6 +29,7 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": ("a zip archive", "unpack it and name a file in it"),
     b"PAR1": ("a parquet file", "set the source to 'parquet' and name its columns"),
 }
+MAX_ROW_BYTES = 2**24  # parsed, a row takes up to 20 times as much
 _MAX_DEPTH = 64  # of lists and objects in a row; copying and writing them recurses
 
 
@@ -72,7 +73,8 @@ class JsonRows:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        text = self._data[self._starts[index] : self._stops[index]]
+        start, stop = self._starts[index], self._stops[index]
+        text = self._data[start : min(stop, start + MAX_ROW_BYTES + 1)]
         try:
             return parse_object(text)
         except Unusable as error:
@@ -83,7 +85,7 @@ class JsonRows:
             ) from error
 
     def _add(self, start: int, stop: int, number: int) -> None:
-        if _without_mark(self._data[start:stop]):
+        if stop - start > MAX_ROW_BYTES or _without_mark(self._data[start:stop]):
             self._starts.append(start)
             self._stops.append(stop)
             self.numbers.append(number)
@@ -119,6 +121,8 @@ class JsonRows:
 
 def parse_object(text: bytes) -> dict[str, Any]:
     """Parses a JSON object; raises `Unusable` for anything else, or nesting over 64 deep."""
+    if len(text) > MAX_ROW_BYTES:
+        raise Unusable(f"row of more than {MAX_ROW_BYTES >> 20} MiB")
     try:
         row = json.loads(_without_mark(text).decode())
     except UnicodeDecodeError as error:

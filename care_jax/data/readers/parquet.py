@@ -21,6 +21,9 @@ from care_jax.data.readers import hub
 from care_jax.data.rows import Rows, images_of, locate, make_example
 
 COLUMNS = ("id", "question", "answer", "images", "choices", "rationale", "response")
+MAX_GROUP_BYTES = 2**31  # of the columns that are read of a row group, decoded
+MAX_CELL_BYTES = 2**28
+_DECODED_BYTES = 2**29  # at a time, if every row had all values of the group
 _NUM_CACHED = 2  # row groups
 
 
@@ -42,6 +45,11 @@ class ParquetRows:
             for group in range(file.num_row_groups):
                 self._groups.append((path, group))
                 counts.append(file.metadata.row_group(group).num_rows)
+        if min(counts, default=0) < 0:
+            raise ValueError(
+                f"the row groups of {paths[0].parent} must have 0 rows or more, got {min(counts)}; "
+                "download the files again"
+            )
         self._ends = list(itertools.accumulate(counts))
         self._group = functools.lru_cache(_NUM_CACHED)(self._read)
         self._lock = threading.Lock()
@@ -53,6 +61,13 @@ class ParquetRows:
         group, row = locate(self._ends, index)
         with self._lock:  # so that threads do not read the same group twice
             cells = self._group(group)
+        if cells is None:
+            raise Unusable(
+                f"in a row group of more than {MAX_GROUP_BYTES >> 30} GiB, or "
+                f"{MAX_CELL_BYTES >> 20} MiB a row; write the file with smaller ones"
+            )
+        if any(column.slice(row, 1).nbytes > MAX_CELL_BYTES for column in cells.values()):
+            raise Unusable(f"a cell of more than {MAX_CELL_BYTES >> 20} MiB")
         try:
             return {name: column[row].as_py() for name, column in cells.items()}
         except UnicodeDecodeError as error:
@@ -60,17 +75,48 @@ class ParquetRows:
         except (ValueError, ArithmeticError) as error:
             raise Unusable("a date or time that Python cannot hold") from error
 
-    def _read(self, group: int) -> dict[str, Any]:
-        """The row group's pyarrow columns by name."""
+    def _read(self, group: int) -> dict[str, Any] | None:
+        """The row group's pyarrow columns by name; None if they are too large."""
         path, number = self._groups[group]
         try:
-            table = _open(path).read_row_group(number, columns=self._columns)
-        except (OSError, ValueError) as error:
+            table = _read_group(path, number, self._columns)
+        except (OSError, ValueError, MemoryError) as error:
             raise ValueError(
                 f"row group {number} of {path} cannot be read ({_first_line(error)}); download "
                 "the file again"
             ) from error
-        return dict(zip(table.column_names, table.columns, strict=True))
+        return None if table is None else dict(zip(table.column_names, table.columns, strict=True))
+
+
+def _read_group(path: pathlib.Path, number: int, columns: Sequence[str] | None) -> Any:
+    """A row group as a pyarrow table; None if it is too large.
+
+    The footer tells the size of its pages. A dictionary page of a few large values may stand for
+    many cells, so decoding takes few rows at a time and ends at the limit.
+    """
+    file = _open(path)
+    claimed = file.metadata.row_group(number)
+    chunks = map(claimed.column, range(claimed.num_columns))
+    num_bytes = sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if columns is None or chunk.path_in_schema.split(".")[0] in columns
+    )
+    if num_bytes > min(MAX_GROUP_BYTES, claimed.num_rows * MAX_CELL_BYTES):
+        return None
+    import pyarrow
+
+    batches, decoded = [], 0
+    num_rows = max(1, min(claimed.num_rows, _DECODED_BYTES // max(num_bytes, 1)))
+    for batch in file.iter_batches(num_rows, row_groups=[number], columns=columns):
+        batches.append(batch)
+        decoded += batch.nbytes
+        if decoded > MAX_GROUP_BYTES:
+            return None
+    table = pyarrow.Table.from_batches(batches, batches[0].schema if batches else None)
+    if table.num_rows != claimed.num_rows:
+        raise ValueError(f"{table.num_rows} rows, expected {claimed.num_rows}")
+    return table
 
 
 def open_rows(
@@ -182,4 +228,4 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return str(error).partition("\n")[0] or type(error).__name__
