@@ -26,6 +26,7 @@ from care_jax.config.checks import has_benchmarks_only, is_evaluated
 from care_jax.config.resume import TRAINING
 from care_jax.data.stages import given_stage, open_stage
 from care_jax.devices import compilation, distributed, xla_flags
+from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.console import print_line
 from care_jax.report.metrics import MetricWriter
 from care_jax.report.report import Report
@@ -190,4 +191,5 @@ def _without_closed_loops(unraisable: Any) -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     run_main()

@@ -12,11 +12,11 @@ Letters: N rows of the global batch, n rows of one process.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import math
 import os
-import pickle
 import socket
 import sys
 import time
@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, Shaped
 
-from care_jax.devices import sharding
+from care_jax.devices import rows_as_bytes, sharding
 
 _NO_TIMEOUT = 10**6  # seconds without a heartbeat, as a single process may be suspended
 # Of all processes in one step of `exchange_rows`, up to rounding: bounds the memory of hosts and
@@ -153,7 +153,7 @@ def exchange_rows(
     """The rows of the global batch that this process wants, from whichever process has them.
 
     Args:
-        tree: numpy arrays [n, ...], also of objects that pickle, with equal shapes on all
+        tree: numpy arrays [n, ...], also of what `rows_as_bytes` sends, with equal shapes on all
             processes except for n.
         rows: their indices in the global batch, ascending.
         num_rows: N, of the global batch.
@@ -168,7 +168,7 @@ def exchange_rows(
     leaves, structure = jax.tree.flatten(tree)
     index_of = dict(zip(rows.tolist(), range(len(rows)), strict=True))
     sent = {
-        row: pickle.dumps([leaf[index_of[row]] for leaf in leaves])
+        row: rows_as_bytes.to_bytes([leaf[index_of[row]] for leaf in leaves])
         for row in moved
         if row in index_of
     }
@@ -178,7 +178,7 @@ def exchange_rows(
         if row in index_of:
             values = [leaf[index_of[row]] for leaf in leaves]
         else:
-            values = pickle.loads(received.pop(row))
+            values = rows_as_bytes.from_bytes(received.pop(row))
         for array, value in zip(whole, values, strict=True):
             array[row] = value
     return jax.tree.unflatten(structure, whole)
@@ -267,7 +267,25 @@ def _join(address: str, num_processes: int, process_id: int, timeout: int) -> No
         )
     if process_id:  # JAX would abort if it cannot connect
         _wait_for(host, int(port), timeout)
-    _initialize(address, num_processes, process_id, initialization_timeout=timeout)
+    options = {"coordinator_bind_address": _bind_address(address)}
+    _initialize(address, num_processes, process_id, initialization_timeout=timeout, **options)
+
+
+def _bind_address(address: str) -> str | None:
+    """Where process 0 listens: at the address alone if it is an IP of this host.
+
+    None is JAX's default, all addresses: what a name is resolved to differs between hosts, and an
+    address may be translated on its way. JAX_COORDINATOR_BIND_ADDRESS takes precedence.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET if version == 4 else socket.AF_INET6
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except (ValueError, OSError):
+        return None
+    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or address
 
 
 def _start_alone() -> None:

@@ -218,7 +218,7 @@ class MetricWriter:
         if stage not in self._boards:
             self.begin(stage, step)
         # Opened for each line: a mounted bucket has a line only once the file is closed.
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
         for name, value in values.items():
             self._boards[stage].add_scalar(name, value, step)

@@ -44,7 +44,7 @@ def _take(file: int, workdir: pathlib.Path) -> str:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = (workdir / NAME).read_text().strip() or "another process"
+        holder = (workdir / NAME).read_text(encoding="utf-8").strip() or "another process"
         advice = "wait until it ends, end it, or choose another --workdir"
         return f"{workdir} is in use by {holder}; {advice}"
     except OSError as error:

@@ -194,8 +194,8 @@ class Evaluator:
         markdown = scoreboard.to_markdown(results)
         if jax.process_index() == 0:
             text = json.dumps(results, indent=2, ensure_ascii=False)
-            (folder / "results.json").write_text(text + "\n")
-            (folder / "results.md").write_text(markdown)
+            (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+            (folder / "results.md").write_text(markdown, encoding="utf-8")
         if step is not None:
             print_line(f"benchmarks after {_label(name, step)}:")
         print_line(markdown.partition("\n\n")[0])
@@ -257,8 +257,8 @@ def _answer(
             f"{path} to repeat it"
         )
     if is_writer:
-        path.write_text("".join(kept))
-    with path.open("a") if is_writer else contextlib.nullcontext() as out:
+        path.write_text("".join(kept), encoding="utf-8")
+    with path.open("a", encoding="utf-8") if is_writer else contextlib.nullcontext() as out:
         for answers in decode_batches(run, decode, questions.examples, done, label):
             parts = distributed.gather_json(samples_of(answers, questions.verdicts(answers)))
             fresh = [sample | {"settings": digest} for part in parts for sample in part]
@@ -282,7 +282,7 @@ def _kept_lines(path: pathlib.Path, digest: str | None) -> list[str]:
         return kept
     # Not `splitlines`, which also splits at U+2028 in a response. The last part is empty, or an
     # incomplete line of a killed run.
-    for line in path.read_text(errors="replace").split("\n")[:-1]:
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         try:
             if json.loads(line)["settings"] != digest:
                 break

@@ -157,7 +157,7 @@ def _read_index(folder: pathlib.Path) -> dict[str, str]:
             f"{folder} must hold {SINGLE} or {INDEX}, got {found}; pass the folder of a release"
         )
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         index = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(

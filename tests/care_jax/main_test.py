@@ -194,7 +194,17 @@ def ended(run_command, monkeypatch, tmp_path):
         ),
         (
             OSError(errno.EFBIG, "File too large"),
-            "File too large, while accessing files in WORKDIR",
+            "File too large, while accessing files in WORKDIR; raise the limit (ulimit -f), then "
+            "run the same command to resume",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files", "/a/b"),
+            "Too many open files: /a/b; raise the limit (ulimit -n), then run the same command to "
+            "resume",
+        ),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "/a/b"),
+            "File name too long: /a/b; choose a shorter --workdir",
         ),
     ],
 )

@@ -151,7 +151,7 @@ def from_record(record: bytes) -> Example:
 def write_manifest(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest, without which `read_manifest` rejects the folder."""
     text = json.dumps({"format": FORMAT} | manifest, indent=2, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n")
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
             "python -m care_jax.commands.prepare"
         )
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_text(encoding="utf-8"))
         number = manifest["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -7,6 +7,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from care_jax.devices import compilation
 
@@ -43,6 +44,29 @@ def test_a_folder_of_the_users_own_stays(tmp_path):
     compilation.keep_programs()
     assert jax.config.values[CACHE] == str(tmp_path / "own")
     jax.config.update(CACHE, before)
+
+
+@pytest.mark.parametrize("home", [None, "file/home"])
+def test_without_a_home_programs_are_compiled_anew(tmp_path, monkeypatch, caplog, home):
+    """A container may run as a user without one, or whose home cannot be written."""
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def home_of():
+        if home is None:
+            raise RuntimeError("Could not determine home directory.")
+        return tmp_path / home
+
+    monkeypatch.setattr(compilation.pathlib.Path, "home", home_of)
+    before = jax.config.values[CACHE]
+    jax.config.update(CACHE, None)
+    try:
+        compilation.keep_programs()
+        assert jax.config.values[CACHE] is None
+    finally:
+        jax.config.update(CACHE, before)
+    (line,) = caplog.messages
+    assert line.startswith("compiled programs are not kept (")
 
 
 class OverAtOnce(threading.Timer):
