@@ -212,6 +212,14 @@ def test_what_the_system_refuses_is_one_line(ended, tmp_path, error, line):
     assert ended(error) == (1, f"error: {line}\n".replace("WORKDIR", str(tmp_path)))
 
 
+def test_host_memory_that_runs_out_is_one_line(ended):
+    assert ended(MemoryError("Unable to allocate 1 TiB")) == (
+        1,
+        "error: out of host memory: Unable to allocate 1 TiB; use a host with more, or raise its "
+        "limit (ulimit -v), then run the same command to resume\n",
+    )
+
+
 def test_ctrl_c_says_what_is_lost(ended, tmp_path):
     end = "run the same command to start over\n"
     assert ended(KeyboardInterrupt()) == (130, f"stopped by Ctrl-C; nothing was saved yet; {end}")
