@@ -25,6 +25,7 @@ _KEYS = runs.SHORT | {
     "sft.num_steps": 2,
     "rl.num_steps": 2,
     "rl.eval_every": 0,
+    "rl.warmup_steps": 0,
     "rl.prompts_per_step": 4,
     "rl.max_response_tokens": 24,
     "care.max_context": 12,
@@ -32,6 +33,8 @@ _KEYS = runs.SHORT | {
 _STOPPED = _KEYS | {"rl.num_steps": 1}  # before its last step
 _STEPS = [("sft", 0), ("sft", 1), ("rl", 0), ("rl", 1)]
 _ODD = "ä ö%20#&'\"$(1);é\\ " + 200 * "x"
+_SECRET = "hf_ThisIsASecretOfTheEnvironment"
+_SECRETS = ("HF_TOKEN", "JUDGE_API_KEY", "MLFLOW_TRACKING_PASSWORD", "WANDB_API_KEY")
 _NOBODY = 65534  # a user who owns nothing
 # `time.time` of Python a day ago.
 _YESTERDAY = """
@@ -189,6 +192,21 @@ def _other_user(folder: pathlib.Path) -> str:
     return shell.run(as_other).refused("Permission denied: ") or shell.ends_well()
 
 
+def _secrets(folder: pathlib.Path) -> str:
+    """Keys of the environment are in no file and in no line, also of a run that fails."""
+    shell, secrets = Shell(folder), dict.fromkeys(_SECRETS, _SECRET)
+    problem = shell.ends_well('bash "$RUN" >"$WORKDIR.log" 2>&1', **secrets)
+    failed = shell.run(keys=_KEYS | {"rl.num_rollouts": 3, "rl.num_steps": 3}, **secrets)
+    found = [
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and _SECRET.encode() in path.read_bytes()
+    ]
+    if failed.status != 1 or _SECRET in "".join(failed.lines):
+        return f"expected status 1 and no secret, got {failed}"
+    return problem or (f"secrets are in {', '.join(found)}" if found else "")
+
+
 def _limited(limit: str, said: str = "") -> Attempt:
     """With a limit of the shell the run ends well, or in a line with `said` and then resumes."""
 
@@ -226,6 +244,7 @@ _ALWAYS = (
     _streams("<&- >&- 2>&-"),
     Attempt("ends well", "LC_ALL=C, Python's UTF-8 mode off", _locale),
     Attempt("ends well", "no home that can be written", _homeless),
+    Attempt("no file and no line has a secret", ", ".join(_SECRETS) + " set", _secrets),
     _limited("-n 64"),
     _limited("-v 2000000", "expected 2 GiB of address space beside the libraries"),
     _limited("-f 2000", "File too large"),
