@@ -12,6 +12,7 @@ Letters: N rows of the global batch, n rows of one process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import itertools
 import json
@@ -265,27 +266,46 @@ def _join(address: str, num_processes: int, process_id: int, timeout: int) -> No
             f"process id {process_id} must be from 0 to {num_processes - 1} in a run of "
             f"{num_processes} processes; number them from 0"
         )
+    bound = None
     if process_id:  # JAX would abort if it cannot connect
         _wait_for(host, int(port), timeout)
-    options = {"coordinator_bind_address": _bind_address(address)}
-    _initialize(address, num_processes, process_id, initialization_timeout=timeout, **options)
+    else:
+        bound = _bind_address(address)
+    options = {"initialization_timeout": timeout, "coordinator_bind_address": bound}
+    _initialize(address, num_processes, process_id, **options)
 
 
-def _bind_address(address: str) -> str | None:
+def _bind_address(address: str) -> str:
     """Where process 0 listens: at the address alone if it is an IP of this host.
 
-    None is JAX's default, all addresses: what a name is resolved to differs between hosts, and an
-    address may be translated on its way. JAX_COORDINATOR_BIND_ADDRESS takes precedence.
+    Otherwise at all addresses, as is JAX's default: names are resolved differently on other hosts,
+    and an IP may be translated on its way. JAX_COORDINATOR_BIND_ADDRESS takes precedence.
+
+    Raises:
+        ValueError: the port is in use; JAX would crash.
     """
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        version = ipaddress.ip_address(host).version
-        family = socket.AF_INET if version == 4 else socket.AF_INET6
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
-    except (ValueError, OSError):
-        return None
-    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or address
+    host, _, port = address.rpartition(":")
+    places = [f"[::]:{port}"]
+    with contextlib.suppress(ValueError):  # of a name
+        ipaddress.ip_address(host.strip("[]"))
+        places.insert(0, address)
+    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        places = [given]
+    for place in places:
+        host, _, port = place.rpartition(":")
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does
+                probe.bind((host.strip("[]"), int(port)))
+                return place
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(
+                    f"process 0 cannot listen at {place}, which is in use; end the run that uses "
+                    "it, or give all processes another port in --coordinator_address"
+                ) from error
+    return places[-1]
 
 
 def _start_alone() -> None:
