@@ -164,15 +164,15 @@ def check_workdir(run: Run) -> None:
 
 
 def _check_name(folder: pathlib.Path) -> None:
-    """Rejects names with which Orbax writes checkpoints that cannot be read.
+    """Rejects names of folders in which Orbax writes checkpoints that cannot be read.
 
-    It looks for what it has written with a pattern that includes the folder's name, and its
-    metadata is in UTF-8.
+    It finds files that it has written with a pattern that includes the folder's name, takes "gs:/"
+    for an address and "\\" for the "/" of Windows, and its metadata is in UTF-8.
     """
-    if found := sorted({*"*?["} & {*str(folder)}):
+    if found := [part for part in ("*", "?", "[", "\\", ":/") if part in f"{folder}/"]:
         raise ValueError(
-            f"expected a --workdir without *, ? and [, which checkpoints cannot be written to, got "
-            f"{found[0]} in {folder}; choose another --workdir"
+            "expected a --workdir without *, ?, [, \\ and :/, where checkpoints could not be read, "
+            f"got {found[0]} in {folder}; choose another --workdir"
         )
     try:
         str(folder).encode()

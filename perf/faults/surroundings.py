@@ -32,7 +32,7 @@ _KEYS = runs.SHORT | {
 }
 _STOPPED = _KEYS | {"rl.num_steps": 1}  # before its last step
 _STEPS = [("sft", 0), ("sft", 1), ("rl", 0), ("rl", 1)]
-_ODD = "ä ö%20#&'\"$(1);é\\ " + 200 * "x"
+_ODD = "ä ö%20#&'\"$(1);é:a " + 200 * "x"
 _SECRET = "hf_ThisIsASecretOfTheEnvironment"
 _SECRETS = ("HF_TOKEN", "JUDGE_API_KEY", "MLFLOW_TRACKING_PASSWORD", "WANDB_API_KEY")
 _NOBODY = 65534  # a user who owns nothing
@@ -150,7 +150,7 @@ def _moved(folder: pathlib.Path) -> str:
 def _wildcard(folder: pathlib.Path) -> str:
     shell = Shell(folder)
     shell.workdir = folder / "lr[1e-5]"
-    return shell.run().refused("expected a --workdir without *, ? and [")
+    return shell.run().refused("expected a --workdir without *, ?, [")
 
 
 def _set_back(folder: pathlib.Path) -> str:

@@ -137,13 +137,15 @@ def test_a_checkpoint_fits_runs_of_its_backbone_and_rank_alone(run, policy):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lr[1e-5]", r"without \*, \? and \[, which checkpoints cannot be written to, got \[ in /"),
+        ("lr[1e-5]", r"without \*, \?, \[, \\ and :/, where .* could not be read, got \[ in /"),
+        ("a\\b", r"got \\ in /"),
+        ("gs:/b", r"got :/ in /"),
         ("a/run*/b", r"got \* in /"),
         ("why?", r"got \? in /"),
         ("caf\udce9", r"whose name is UTF-8, got /.*/caf\\xe9; choose another --workdir"),
-        ("é/" + 200 * "x" + " %20#'\"$&", ""),
+        ("é/" + 200 * "x" + " %20#'\"$&:a", ""),
     ],
-    ids=["class", "star", "question mark", "latin-1", "others"],
+    ids=["class", "backslash", "address", "star", "question mark", "latin-1", "others"],
 )
 def test_a_workdir_that_checkpoints_cannot_be_read_from_is_refused(run, tmp_path, name, said):
     run = dataclasses.replace(run, workdir=tmp_path / name)
