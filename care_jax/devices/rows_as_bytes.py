@@ -61,5 +61,5 @@ def _is_data(found: Any) -> bool:
     if not isinstance(found, type):
         return False
     is_own = found.__module__.startswith("care_jax.") and dataclasses.is_dataclass(found)
-    is_record = is_own and found.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    is_record = is_own and vars(found)["__dataclass_params__"].frozen
     return is_record or issubclass(found, Image.Image)

@@ -32,7 +32,7 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         refusal = ""
         if jax.process_index() == 0:
-            file = stack.enter_context((workdir / NAME).open("a+"))
+            file = stack.enter_context((workdir / NAME).open("a+", encoding="utf-8"))
             refusal = _take(file.fileno(), workdir)
         if refusal := distributed.gather_json(refusal)[0]:
             raise ValueError(refusal)

@@ -98,7 +98,7 @@ def save_processor(policy: Policy, folder: pathlib.Path) -> None:
         path = folder / "processor_config.json"
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields.pop("chat_template", None) is not None:
-            path.write_text(json.dumps(fields, indent=2) + "\n")
+            path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if not processor_template(folder) and not config.get("chat_template"):
         (folder / "chat_template.jinja").write_text(
