@@ -35,7 +35,8 @@ _STEPS = [("sft", 0), ("sft", 1), ("rl", 0), ("rl", 1)]
 _ODD = "ä ö%20#&'\"$(1);é:a " + 200 * "x"
 _SECRET = "hf_ThisIsASecretOfTheEnvironment"
 _SECRETS = ("HF_TOKEN", "JUDGE_API_KEY", "MLFLOW_TRACKING_PASSWORD", "WANDB_API_KEY")
-_NOBODY = 65534  # a user who owns nothing
+# A shell of a user who owns nothing.
+_AS_NOBODY = "setpriv --reuid 65534 --regid 65534 --clear-groups bash"
 # `time.time` of Python a day ago.
 _YESTERDAY = """
 import time
@@ -188,8 +189,7 @@ def _other_user(folder: pathlib.Path) -> str:
     shell.run('umask 077; bash "$RUN"', _STOPPED)
     if public := [path for path in shell.workdir.rglob("*") if path.stat().st_mode & 0o077]:
         return f"{public[0]} can be read by others"
-    as_other = f'setpriv --reuid {_NOBODY} --regid {_NOBODY} --clear-groups bash "$RUN"'
-    return shell.run(as_other).refused("Permission denied: ") or shell.ends_well()
+    return shell.run(f'{_AS_NOBODY} "$RUN"').refused("Permission denied: ") or shell.ends_well()
 
 
 def _secrets(folder: pathlib.Path) -> str:
@@ -256,10 +256,13 @@ def _possible() -> tuple[Attempt, ...]:
     can_mount = not subprocess.run(
         ["unshare", "--map-root-user", "--mount", "true"], capture_output=True
     ).returncode
+    # A Python in root's home is none for others.
+    command = [*_AS_NOBODY.split(), "-c", f"{shlex.quote(sys.executable)} -c ''"]
+    is_root = os.geteuid() == 0 and not subprocess.run(command, capture_output=True).returncode
     attempts = _ALWAYS
     for each, is_possible, why in (
         (_WITH_MOUNTS, can_mount, "user namespaces are off"),
-        (_AS_ROOT, os.geteuid() == 0, "another user needs root"),
+        (_AS_ROOT, is_root, "another user needs root, and must be able to run this Python"),
     ):
         if is_possible:
             attempts += each
