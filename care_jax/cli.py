@@ -146,7 +146,9 @@ def path_of(folder: str, name: str) -> str:
 def names(folder: str) -> list[str]:
     """The names of the files in `configs` or `experiments` that define a configuration."""
     files = (_ROOT / folder).glob("[!_]*.py")
-    return sorted(path.stem for path in files if "def get_config(" in path.read_text())
+    return sorted(
+        path.stem for path in files if "def get_config(" in path.read_text(encoding="utf-8")
+    )
 
 
 def _table(title: str, rows: dict[str, str]) -> list[str]:
@@ -155,7 +157,12 @@ def _table(title: str, rows: dict[str, str]) -> list[str]:
 
 
 def _first_line(config: str) -> str:
-    text = ast.get_docstring(ast.parse((_ROOT / "configs" / f"{config}.py").read_text())) or ""
+    text = (
+        ast.get_docstring(
+            ast.parse((_ROOT / "configs" / f"{config}.py").read_text(encoding="utf-8"))
+        )
+        or ""
+    )
     return text.partition("\n")[0]
 
 

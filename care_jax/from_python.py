@@ -78,5 +78,5 @@ def train_on(
     xla_flags.set_defaults()
     evaluations = main.run_stages(config, folder, examples=examples, reward=reward)
     path = folder / "metrics.jsonl"  # written by process 0
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return Trained(folder, evaluations, [json.loads(line) for line in lines])

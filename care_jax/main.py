@@ -25,7 +25,8 @@ from care_jax.config import command_line
 from care_jax.config.checks import has_benchmarks_only, is_evaluated
 from care_jax.config.resume import TRAINING
 from care_jax.data.stages import given_stage, open_stage
-from care_jax.devices import compilation, distributed, xla_flags
+from care_jax.devices import compilation, distributed, limits, xla_flags
+from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.console import print_line
 from care_jax.report.metrics import MetricWriter
 from care_jax.report.report import Report
@@ -57,6 +58,7 @@ def main(_: Sequence[str]) -> None:
     given = flags.FLAGS
     if not given.workdir:
         raise ValueError("--workdir must name a folder, got ''; write --workdir=runs/<name>")
+    limits.check_limits()
     defaults = xla_flags.set_defaults(given.config.xla_preset)
     workdir = command_line.folder_of(given.workdir)
     distributed.start(given.coordinator_address, given.num_processes, given.process_id)
@@ -180,6 +182,10 @@ def run_main() -> None:
         distributed.exit_run(f"error: {error}")
     except OSError as error:
         distributed.exit_run(f"error: {command_line.os_error(error, flags.FLAGS.workdir)}")
+    except MemoryError as error:
+        reason = " ".join(str(error).split()) or "an allocation failed"
+        advice = "use a host with more, or raise its limit (ulimit -v), then run the same command"
+        distributed.exit_run(f"error: out of host memory: {reason}; {advice} to resume")
     except Exception:
         distributed.exit_run(traceback.format_exc())
 
@@ -190,4 +196,5 @@ def _without_closed_loops(unraisable: Any) -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     run_main()

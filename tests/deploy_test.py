@@ -9,6 +9,7 @@ import copy
 import fnmatch
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ import yaml
 from deploy_schemas import KUEUE, SKYPILOT
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
+from care_jax.benchmarks import judge
 from care_jax.config import command_line
 from care_jax.devices import distributed
 from configs import common
@@ -198,8 +200,33 @@ def test_downloads_are_kept_on_the_volume_and_tokens_in_secrets(name):
     pod = pod_of(job_set_of(name))
     env = {each["name"]: each for each in pod["containers"][0]["env"]}
     assert env["HF_HOME"]["value"].startswith("/runs/")
-    for variable in ("HF_TOKEN", "WANDB_API_KEY"):
+    for variable in ("HF_TOKEN", "WANDB_API_KEY", judge._KEY):
         assert env[variable]["valueFrom"]["secretKeyRef"]["optional"] is True
+
+
+@pytest.mark.parametrize("name", JOB_SETS)
+def test_a_pod_has_no_rights_on_its_node(name):
+    """But its network, where a TPU's hosts talk to each other; docs/security.md says so."""
+    pod = pod_of(job_set_of(name))
+    assert pod.get("hostNetwork", False) == ("tpu" in name)
+    assert not pod.keys() & {"hostPID", "hostIPC", "securityContext"}
+    assert all({"csi", "emptyDir"} & volume.keys() for volume in pod["volumes"])  # no hostPath
+    (container,) = pod["containers"]
+    assert not any("hostPort" in port for port in container["ports"])
+    rights = container["securityContext"]
+    assert rights["allowPrivilegeEscalation"] is False and not rights.get("privileged")
+    assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert "add" not in rights.get("capabilities", {})
+    # libtpu may need to lock memory.
+    assert "tpu" in name or rights["capabilities"]["drop"] == ["ALL"]
+
+
+def test_no_file_has_a_secret():
+    for path in DEPLOY.iterdir():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = re.search(r"(?i)\b\w*(token|key|password|secret)\b[\"']?\s*[:=]\s*(\S+)", line)
+            if found and not found[2].startswith(('""', "/usr/share/keyrings", "hf_...", "...")):
+                assert found[2] in ("key,", "token,"), f"{path.name}:{number} has {found[0]}"
 
 
 # The command of a run.

@@ -190,6 +190,7 @@ WORDS = {
     "docs/prompts.md": 600,
     "docs/report.md": 600,
     "docs/rewards.md": 1000,
+    "docs/security.md": 650,
     "docs/serving.md": 700,
     "docs/smollm.md": 900,
 }

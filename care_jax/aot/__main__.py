@@ -51,6 +51,7 @@ from care_jax.aot.topology import GPUS
 from care_jax.config import command_line
 from care_jax.devices.flops import GIB
 from care_jax.devices.sharding import MESH_AXES
+from care_jax.devices.standard_streams import outlive_readers
 
 _COLUMNS = "program,arguments,outputs,temporaries,beside,total,headroom"
 _COLUMNS += ",TFLOPs,least time,bound,tokens/s,compiled in"
@@ -250,4 +251,5 @@ def _leave(error: Exception | str) -> NoReturn:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     run_main()

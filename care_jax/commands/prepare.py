@@ -32,6 +32,7 @@ from care_jax.data.pipeline import TOO_LONG
 from care_jax.data.readers import shards
 from care_jax.data.sources import check_section, open_section
 from care_jax.data.stages import open_prompts
+from care_jax.devices.standard_streams import outlive_readers
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
@@ -272,4 +273,5 @@ def run_main() -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     run_main()

@@ -42,6 +42,7 @@ from care_jax.decoding.queue import DecodeQueue
 from care_jax.decoding.rollout_buffer import NO_CONTEXT
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
+from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.metrics import wilson_interval
 from care_jax.rl.rollout import compile_decoder, compile_rollout, contexts_of, rollout_sizes, verify
 from care_jax.run.attention_check import decoding_attention
@@ -237,7 +238,7 @@ def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
 def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
     """Writes every rate, with its interval if it has one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["checkpoint", "source", "measure", "rate", "low", "high", "questions"])
         for rate in rates:
@@ -264,4 +265,5 @@ def run_main() -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     run_main()

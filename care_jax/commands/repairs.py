@@ -36,6 +36,7 @@ from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
+from care_jax.devices.standard_streams import outlive_readers
 from care_jax.rl.rollout import compile_rollout, rollout_sizes
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
@@ -167,4 +168,5 @@ def run_main() -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     run_main()

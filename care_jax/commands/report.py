@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from care_jax.config.command_line import exit_interrupted, folder_of, os_error
+from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.drawing import draw, read_shown
 
 
@@ -67,4 +68,5 @@ def titles(workdirs: Sequence[pathlib.Path]) -> list[str]:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     main(sys.argv[1:])

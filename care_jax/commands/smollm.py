@@ -24,6 +24,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from care_jax.config import command_line
+from care_jax.devices.standard_streams import outlive_readers
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from care_jax.report.console import print_line
 from care_jax.run import integrity
@@ -256,4 +257,5 @@ def run_main() -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     run_main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from collections.abc import Collection, Iterator
 
 from jax.sharding import Mesh
@@ -220,6 +221,12 @@ def _check_evaluate(evaluate: ConfigDict) -> None:
         raise ValueError(
             "evaluate.judge_url needs evaluate.judge_model and evaluate.benchmarks; set them or "
             "clear it"
+        )
+    judge = urllib.parse.urlsplit(evaluate.judge_url)
+    if judge.username is not None or judge.query or judge.fragment:
+        raise ValueError(
+            "evaluate.judge_url must have no user, password and query, which would be logged and "
+            "saved with the configuration; put the key into the environment as JUDGE_API_KEY"
         )
     if evaluate.temperature == 0 and evaluate.num_samples > 1:
         raise ValueError(

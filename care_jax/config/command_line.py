@@ -116,11 +116,18 @@ def folder_of(text: str | os.PathLike[str], *, flag: str = "--workdir") -> pathl
     """The path in a folder's flag, with ~ expanded; pathlib would accept gs://bucket as a path.
 
     Raises:
-        ValueError: it is an address; says how to mount the bucket, and which path to use then.
+        ValueError: it is an address; says how to mount the bucket, and which path to use then. Or
+            it starts with ~ and there is no home.
     """
     found = _ADDRESS.fullmatch(os.fspath(text))
     if not found:
-        return pathlib.Path(text).expanduser()
+        try:
+            return pathlib.Path(text).expanduser()
+        except RuntimeError as error:
+            raise ValueError(
+                f"expected a folder, got {flag}={text}, and this user has no home folder; write "
+                "the whole path, or set HOME"
+            ) from error
     scheme, bucket, rest = found.groups()
     point = f"/mnt/{bucket or 'BUCKET'}"
     command = f" ({_GCSFUSE} {bucket or 'BUCKET'} {point})" if scheme == "gs" else ""
@@ -145,5 +152,11 @@ def os_error(error: OSError, workdir: str) -> str:
         errno.EROFS: "; choose another --workdir",
         errno.EEXIST: ", which is a file; choose another --workdir",
         errno.ENOTDIR: ", which is inside a file; choose another --workdir",
+        errno.ENAMETOOLONG: "; choose a shorter --workdir",
+        errno.EFBIG: "; raise the limit (ulimit -f), then run the same command to resume",
+        errno.EMFILE: "; raise the limit (ulimit -n), then run the same command to resume",
+        errno.ENFILE: "; raise the limit (fs.file-max), then run the same command to resume",
+        errno.ENOMEM: "; raise the limit (ulimit -v) or use a host with more memory, then run the "
+        "same command to resume",
     }
     return f"{reason}{path}{advice.get(error.errno or 0, '')}"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from absl import logging
 from jax._src import compilation_cache  # no public function chooses the cache
 
 _EVENTS = {
@@ -35,7 +36,8 @@ _counts: Counter[str] = Counter()
 def keep_programs() -> None:
     """Keeps compiled programs in the user's cache folder, for restarts and for other runs.
 
-    A folder that is already set (JAX_COMPILATION_CACHE_DIR) takes precedence.
+    A folder that is already set (JAX_COMPILATION_CACHE_DIR) takes precedence. Without a folder that
+    can be written, programs are compiled anew.
     """
     if not _counts:
         _counts.update(found=0, compiled=0)
@@ -46,7 +48,14 @@ def keep_programs() -> None:
         )
         compilation_cache.reset_cache()  # one that is open already
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(_folder() / _machine()))
+        try:
+            folder = _folder() / _machine()
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+            advice = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written"
+            logging.warning("compiled programs are not kept (%s); %s", error, advice)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -135,6 +144,6 @@ def _folder() -> pathlib.Path:
 def _machine() -> str:
     """Folder name for this kind of CPU: code compiled for one kind may not run on another."""
     described = pathlib.Path("/proc/cpuinfo")
-    lines = described.read_text().splitlines() if described.exists() else ()
+    lines = described.read_text(encoding="utf-8").splitlines() if described.exists() else ()
     kinds = {line for line in lines if line.startswith(("model name", "flags"))}
     return hashlib.sha256("".join(sorted(kinds)).encode()).hexdigest()[:8] if kinds else "any"

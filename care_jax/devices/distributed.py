@@ -12,11 +12,12 @@ Letters: N rows of the global batch, n rows of one process.
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import itertools
 import json
 import math
 import os
-import pickle
 import socket
 import sys
 import time
@@ -31,7 +32,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, Shaped
 
-from care_jax.devices import sharding
+from care_jax.devices import rows_as_bytes, sharding
 
 _NO_TIMEOUT = 10**6  # seconds without a heartbeat, as a single process may be suspended
 # Of all processes in one step of `exchange_rows`, up to rounding: bounds the memory of hosts and
@@ -153,7 +154,7 @@ def exchange_rows(
     """The rows of the global batch that this process wants, from whichever process has them.
 
     Args:
-        tree: numpy arrays [n, ...], also of objects that pickle, with equal shapes on all
+        tree: numpy arrays [n, ...], also of what `rows_as_bytes` sends, with equal shapes on all
             processes except for n.
         rows: their indices in the global batch, ascending.
         num_rows: N, of the global batch.
@@ -168,7 +169,7 @@ def exchange_rows(
     leaves, structure = jax.tree.flatten(tree)
     index_of = dict(zip(rows.tolist(), range(len(rows)), strict=True))
     sent = {
-        row: pickle.dumps([leaf[index_of[row]] for leaf in leaves])
+        row: rows_as_bytes.to_bytes([leaf[index_of[row]] for leaf in leaves])
         for row in moved
         if row in index_of
     }
@@ -178,7 +179,7 @@ def exchange_rows(
         if row in index_of:
             values = [leaf[index_of[row]] for leaf in leaves]
         else:
-            values = pickle.loads(received.pop(row))
+            values = rows_as_bytes.from_bytes(received.pop(row))
         for array, value in zip(whole, values, strict=True):
             array[row] = value
     return jax.tree.unflatten(structure, whole)
@@ -265,9 +266,46 @@ def _join(address: str, num_processes: int, process_id: int, timeout: int) -> No
             f"process id {process_id} must be from 0 to {num_processes - 1} in a run of "
             f"{num_processes} processes; number them from 0"
         )
+    bound = None
     if process_id:  # JAX would abort if it cannot connect
         _wait_for(host, int(port), timeout)
-    _initialize(address, num_processes, process_id, initialization_timeout=timeout)
+    else:
+        bound = _bind_address(address)
+    options = {"initialization_timeout": timeout, "coordinator_bind_address": bound}
+    _initialize(address, num_processes, process_id, **options)
+
+
+def _bind_address(address: str) -> str:
+    """Where process 0 listens: at the address alone if it is an IP of this host.
+
+    Otherwise at all addresses, as is JAX's default: names are resolved differently on other hosts,
+    and an IP may be translated on its way. JAX_COORDINATOR_BIND_ADDRESS takes precedence.
+
+    Raises:
+        ValueError: the port is in use; JAX would crash.
+    """
+    host, _, port = address.rpartition(":")
+    places = [f"[::]:{port}"]
+    with contextlib.suppress(ValueError):  # of a name
+        ipaddress.ip_address(host.strip("[]"))
+        places.insert(0, address)
+    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        places = [given]
+    for place in places:
+        host, _, port = place.rpartition(":")
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does
+                probe.bind((host.strip("[]"), int(port)))
+                return place
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(
+                    f"process 0 cannot listen at {place}, which is in use; end the run that uses "
+                    "it, or give all processes another port in --coordinator_address"
+                ) from error
+    return places[-1]
 
 
 def _start_alone() -> None:

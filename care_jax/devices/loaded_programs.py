@@ -35,7 +35,7 @@ def drop_if_many() -> bool:
     if not _counts["loaded"] or jax.default_backend() != "cpu" or not _MOST_MAPPINGS.exists():
         return False
     _counts["loaded"] = 0
-    mappings, most = num_mappings(), int(_MOST_MAPPINGS.read_text())
+    mappings, most = num_mappings(), int(_MOST_MAPPINGS.read_text(encoding="utf-8"))
     if mappings - _counts["kept"] < _MOST_FILLED * (most - _counts["kept"]):
         return False
     jax.clear_caches()

@@ -386,7 +386,9 @@ class PromptBuilder:
             "temporal_patch_size": vision.temporal_patch_size,
             "merge_size": vision.merge_size,
         }
-        (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+        )
 
     def _check_template(self) -> None:
         """Rejects a template that does not write the question, with one token per image."""

@@ -195,7 +195,11 @@ class MetricWriter:
             raise ValueError(f"stage {stage} has begun already; call begin once per stage")
         keep_records(self.path, lambda r: r.get("stage") != stage or r["step"] < start_step)
         folder = str(self.path.parent / "tensorboard" / stage)
-        self._boards[stage] = tensorboardX.SummaryWriter(folder, purge_step=start_step)
+        try:
+            self._boards[stage] = tensorboardX.SummaryWriter(folder, purge_step=start_step)
+        except OSError as error:
+            error.filename = error.filename or "/dev/shm"  # where the lock of its queue is
+            raise
         self._keep_refusals(self._boards[stage], folder)
         if self._settings:
             self._describe(stage)
@@ -234,7 +238,7 @@ class MetricWriter:
         if stage not in self._boards:
             self.begin(stage, step)
         # Opened for each line: a mounted bucket has a line only once the file is closed.
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
         for name, value in values.items():
             self._boards[stage].add_scalar(name, value, step)

@@ -24,15 +24,15 @@ def to_json(value: Any) -> str:
 
 def render(data: str) -> str:
     """The whole file; `data` is a JSON object from `to_json`."""
-    script = "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
+    script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()
     parts = {
         "{{script_hash}}": f"sha256-{digest}",
-        "{{style}}": (_FOLDER / "page.css").read_text(),
+        "{{style}}": (_FOLDER / "page.css").read_text(encoding="utf-8"),
         "{{data}}": data,
         "{{script}}": script,
     }
-    page = (_FOLDER / "page.html").read_text()
+    page = (_FOLDER / "page.html").read_text(encoding="utf-8")
     for placeholder, part in parts.items():  # from the right, so that the data is not searched
         before, _, after = page.rpartition(placeholder)
         page = before + part + after

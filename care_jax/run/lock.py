@@ -35,7 +35,7 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         refusal = ""
         if jax.process_index() == 0:
-            file = stack.enter_context((workdir / NAME).open("a+"))
+            file = stack.enter_context((workdir / NAME).open("a+", encoding="utf-8"))
             folder = os.open(workdir, os.O_RDONLY)
             stack.callback(os.close, folder)
             refusal = _take(file.fileno(), folder, workdir)

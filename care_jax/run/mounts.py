@@ -14,7 +14,7 @@ def is_fuse(path: pathlib.Path, table: pathlib.Path = pathlib.Path("/proc/self/m
     """Whether a path, which need not exist, is on a FUSE mount according to a mount table."""
     path = path.resolve()
     try:
-        lines = table.read_text().splitlines()
+        lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not on Linux
         return False
     kind, longest = "", 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Collection
 from typing import Any
@@ -146,8 +147,10 @@ def check_workdir(run: Run) -> None:
     """Checks that the run can go on from the checkpoints in its workdir.
 
     Raises:
-        ValueError: see `open_checkpoints`; or RL would ignore the cold start in the workdir.
+        ValueError: see `open_checkpoints`; or RL would ignore the cold start in the workdir; or no
+            checkpoint can be written in a folder of that name.
     """
+    _check_name(run.workdir.absolute())
     stages = run.config.stages
     if "rl" in stages and "sft" not in stages and has_checkpoint(run, "sft"):
         raise ValueError(
@@ -158,6 +161,26 @@ def check_workdir(run: Run) -> None:
     for stage in resume.TRAINING:
         if any(path.name[0].isdecimal() for path in checkpoint_folder(run, stage).glob("*")):
             open_checkpoints(run, stage).close()
+
+
+def _check_name(folder: pathlib.Path) -> None:
+    """Rejects names of folders in which Orbax writes checkpoints that cannot be read.
+
+    It finds files that it has written with a pattern that includes the folder's name, takes "gs:/"
+    for an address and "\\" for the "/" of Windows, and its metadata is in UTF-8.
+    """
+    if found := [part for part in ("*", "?", "[", "\\", ":/") if part in f"{folder}/"]:
+        raise ValueError(
+            "expected a --workdir without *, ?, [, \\ and :/, where checkpoints could not be read, "
+            f"got {found[0]} in {folder}; choose another --workdir"
+        )
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        name = os.fsencode(folder).decode(errors="backslashreplace")
+        raise ValueError(
+            f"expected a --workdir whose name is UTF-8, got {name}; choose another --workdir"
+        ) from error
 
 
 def has_checkpoint(run: Run, stage: str) -> bool:

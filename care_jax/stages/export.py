@@ -96,9 +96,11 @@ def save_processor(policy: Policy, folder: pathlib.Path) -> None:
     if not has_own_tokenizer and "processor_config.json" in present:
         # The release's template, which AutoProcessor would prefer to the run's, is removed.
         path = folder / "processor_config.json"
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_text(encoding="utf-8"))
         if fields.pop("chat_template", None) is not None:
-            path.write_text(json.dumps(fields, indent=2) + "\n")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+            path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if not processor_template(folder) and not config.get("chat_template"):
-        (folder / "chat_template.jinja").write_text(policy.tokenizer.chat_template)
+        (folder / "chat_template.jinja").write_text(
+            policy.tokenizer.chat_template, encoding="utf-8"
+        )

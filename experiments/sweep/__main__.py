@@ -23,6 +23,7 @@ except ImportError:
     sys.exit("error: a sweep draws with matplotlib; run: pip install -e '.[sweep]'")
 
 from care_jax.config import command_line
+from care_jax.devices.standard_streams import outlive_readers
 from experiments.sweep.experiment import Experiment, load_experiment
 from experiments.sweep.figures import write_figure
 from experiments.sweep.measures import columns_of
@@ -137,6 +138,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     try:
         sys.exit(main())
     except ValueError as error:

@@ -42,7 +42,7 @@ def write_figure(
         axes.grid(alpha=0.25, linewidth=0.6)
         points += [{"panel": name} | point for point in panel_named(name)(axes, arms, reference)]
     figure.savefig(folder / "figure.png", dpi=150)
-    with (folder / "figure.csv").open("w", newline="") as file:
+    with (folder / "figure.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, ["panel", "arm", "seed", "x", "y", "low", "high"])
         writer.writeheader()
         writer.writerows(points)

@@ -59,9 +59,9 @@ def write_table(
         f"{NOT_LOGGED}: {name} of {', '.join(of)}; {key}.\n" for (name, key), of in lacking.items()
     ]
     markdown = "\n".join([f"# {title}", "", *rows, "", *advice, *notes, ""])
-    (folder / "table.md").write_text(markdown)
+    (folder / "table.md").write_text(markdown, encoding="utf-8")
 
-    with (folder / "table.csv").open("w", newline="") as file:
+    with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["arm", "seed", *shown])
         for arm, outcomes in arms.items():

@@ -48,7 +48,7 @@ class Trial:
     def record(self) -> dict[str, Any]:
         """trial.json; {} if the trial has not started."""
         path = self.workdir / "trial.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     @property
     def is_done(self) -> bool:
@@ -79,7 +79,7 @@ def plan(
         ValueError: the workdir of a trial holds one with other settings.
     """
     known = {
-        _key(json.loads(path.read_text())["settings"]): path.parent
+        _key(json.loads(path.read_text(encoding="utf-8"))["settings"]): path.parent
         for path in sorted(folder.glob("*/*/seed_*/trial.json"))
     }
 
@@ -176,13 +176,13 @@ def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
         partial.rename(trial.workdir / _CHECKPOINTS)
     command = [sys.executable, "-m", "care_jax.main", *trial.flags, f"--workdir={trial.workdir}"]
     began, log = time.monotonic(), trial.workdir / "log.txt"
-    with log.open("a") as out, _share_of_cores(slot, num_slots):
+    with log.open("a", encoding="utf-8") as out, _share_of_cores(slot, num_slots):
         environment = os.environ | _share_of_devices(os.environ, slot, num_slots)
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(trial.workdir.parents[2] / "xla"))
         streams = {"stdout": out, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         ended = subprocess.run(command, env=environment, **streams)
     if ended.returncode:
-        lines = log.read_text(errors="replace").strip().splitlines()
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise TrialFailed(
             f"{trial.workdir} ended with status {ended.returncode}: "
             f"{lines[-1] if lines else 'no output'} (whole log: {log})"
@@ -200,7 +200,7 @@ def read_outcome(trial: Trial) -> Outcome:
         arm=trial.arm,
         seed=trial.seed,
         # Not from the settings, which lack the overrides.
-        config=json.loads((trial.workdir / "config.json").read_text()),
+        config=json.loads((trial.workdir / "config.json").read_text(encoding="utf-8")),
         start=firsts[-1] if firsts else {},
         final=final[-1] if final else {},
         steps=stages.get("rl", []),
@@ -211,7 +211,7 @@ def read_outcome(trial: Trial) -> Outcome:
 
 def _stages(trial: Trial) -> dict[str, list[dict[str, float]]]:
     stages: dict[str, list[dict[str, float]]] = {}
-    for line in (trial.workdir / "metrics.jsonl").read_text().splitlines():
+    for line in (trial.workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         stages.setdefault(record.pop("stage"), []).append(record)
     return stages

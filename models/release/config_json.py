@@ -44,7 +44,7 @@ def from_folder(folder: str | pathlib.Path) -> BackboneConfig:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} must be a JSON file, got {error}; fetch it again") from error
     if not isinstance(fields, dict):

@@ -99,7 +99,9 @@ def export(
         fields["target_parameters"] = list(parameters)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        (folder / "adapter_config.json").write_text(
+            json.dumps(fields, indent=2) + "\n", encoding="utf-8"
+        )
     transfer.write_file(folder / WEIGHTS, shapes, _DTYPE, blocks())
 
 

@@ -179,7 +179,7 @@ def _read_index(folder: pathlib.Path) -> dict[str, str]:
             f"{folder} must hold {SINGLE} or {INDEX}, got {found}; pass the folder of a release"
         )
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         index = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
@@ -347,7 +347,7 @@ def export(
     if is_writer and len(shards) > 1:
         total = sum(math.prod(tensor.shape) for tensor in table) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_configs(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype) -> None:
@@ -356,7 +356,7 @@ def _write_configs(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype
     fields = {**config_json.to_hf(config), "dtype": dtype.name}
     generation = {name: fields[name] for name in ("eos_token_id", "pad_token_id")}
     for name, content in (("config.json", fields), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
 

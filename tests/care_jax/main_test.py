@@ -196,12 +196,30 @@ def ended(run_command, monkeypatch, tmp_path):
         ),
         (
             OSError(errno.EFBIG, "File too large"),
-            "File too large, while accessing files in WORKDIR",
+            "File too large, while accessing files in WORKDIR; raise the limit (ulimit -f), then "
+            "run the same command to resume",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files", "/a/b"),
+            "Too many open files: /a/b; raise the limit (ulimit -n), then run the same command to "
+            "resume",
+        ),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "/a/b"),
+            "File name too long: /a/b; choose a shorter --workdir",
         ),
     ],
 )
 def test_what_the_system_refuses_is_one_line(ended, tmp_path, error, line):
     assert ended(error) == (1, f"error: {line}\n".replace("WORKDIR", str(tmp_path)))
+
+
+def test_host_memory_that_runs_out_is_one_line(ended):
+    assert ended(MemoryError("Unable to allocate 1 TiB")) == (
+        1,
+        "error: out of host memory: Unable to allocate 1 TiB; use a host with more, or raise its "
+        "limit (ulimit -v), then run the same command to resume\n",
+    )
 
 
 def test_ctrl_c_says_what_is_lost(ended, tmp_path):

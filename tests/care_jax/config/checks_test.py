@@ -80,6 +80,14 @@ REFUSED = {
         JUDGED | {"evaluate.judge_model": "m", "evaluate.benchmarks": ()},
         "judge_url needs evaluate.judge_model and evaluate.benchmarks",
     ),
+    "a key in the judge's address": (
+        JUDGED | {"evaluate.judge_model": "m", "evaluate.judge_url": "https://us:KEY@x/v1"},
+        r"judge_url must have no user, password and query, [^K]*; put the key .*JUDGE_API_KEY",
+    ),
+    "a key in its query": (
+        JUDGED | {"evaluate.judge_model": "m", "evaluate.judge_url": "https://x/v1?key=KEY"},
+        r"judge_url must have no user, password and query, [^K]*; put the key .*JUDGE_API_KEY",
+    ),
     "equal samples": (
         GREEDY | {"evaluate.num_samples": 4},
         "num_samples 4 needs .*temperature above",

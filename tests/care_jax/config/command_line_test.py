@@ -31,6 +31,15 @@ def test_a_folder_may_be_one_of_the_home(monkeypatch):
     assert folder_of("~/runs") == pathlib.Path("/home/us/runs")
 
 
+def test_without_a_home_a_folder_must_be_written_out(monkeypatch):
+    def has_none(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "expanduser", has_none)
+    with pytest.raises(ValueError, match=r"^expected a folder, got --out=~/runs, and this user ha"):
+        folder_of("~/runs", flag="--out")
+
+
 REFUSED = {
     "a bucket": ("gs://my-bucket/runs/7b", f"{MOUNT}--out=/mnt/my-bucket/runs/7b"),
     # pathlib makes `gs:/my-bucket` of the address.

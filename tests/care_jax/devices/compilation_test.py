@@ -111,6 +111,29 @@ def test_a_damaged_program_is_compiled_again(tmp_path, capsys, damage, num_found
         compilation_cache.reset_cache()
 
 
+@pytest.mark.parametrize("home", [None, "file/home"])
+def test_without_a_home_programs_are_compiled_anew(tmp_path, monkeypatch, caplog, home):
+    """A container may run as a user without one, or whose home cannot be written."""
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def home_of():
+        if home is None:
+            raise RuntimeError("Could not determine home directory.")
+        return tmp_path / home
+
+    monkeypatch.setattr(compilation.pathlib.Path, "home", home_of)
+    before = jax.config.values[CACHE]
+    jax.config.update(CACHE, None)
+    try:
+        compilation.keep_programs()
+        assert jax.config.values[CACHE] is None
+    finally:
+        jax.config.update(CACHE, before)
+    (line,) = caplog.messages
+    assert line.startswith("compiled programs are not kept (")
+
+
 class OverAtOnce(threading.Timer):
     """A timer whose time is over when it starts."""
 

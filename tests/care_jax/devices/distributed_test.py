@@ -17,6 +17,7 @@ PROCESS = """
 import sys
 import jax
 import numpy as np
+import psutil
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 from care_jax.devices import distributed, sharding
@@ -25,6 +26,10 @@ RULES = (("batch", ("data", "fsdp")),)
 index = int(sys.argv[2])
 distributed.start(sys.argv[1], 2, index)
 assert jax.process_count() == 2 and len(jax.devices()) == 8
+places = {each.laddr for each in psutil.Process().net_connections() if each.status == "LISTEN"}
+port = int(sys.argv[1].rpartition(":")[2])
+bound = [ip.removeprefix("::ffff:") for ip, each in places if each == port]
+assert bound == ["127.0.0.1"] * (index == 0)
 
 for shape in ((1, 8, 1), (2, 2, 2), (2, 1, 4), (1, 2, 2, 2)):
     mesh = sharding.make_mesh(*shape)
@@ -135,6 +140,37 @@ def test_a_wrong_place_in_a_run_is_refused(monkeypatch, arguments, environment, 
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=re.escape(message)):
         distributed.start(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"),
+    [
+        ("127.0.0.1:1234", "127.0.0.1:1234"),
+        ("0.0.0.0:1234", "0.0.0.0:1234"),
+        ("localhost:1234", "[::]:1234"),
+        ("192.0.2.1:1234", "[::]:1234"),  # reserved for documentation, so of no host
+        ("[2001:db8::1]:1234", "[::]:1234"),  # likewise
+    ],
+)
+def test_a_coordinator_listens_at_its_own_ip_alone(address, bound):
+    port = str(free_port())
+    address, bound = (each.replace("1234", port) for each in (address, bound))
+    assert distributed._bind_address(address) == bound
+
+
+def test_where_a_coordinator_listens_can_be_set(monkeypatch):
+    everywhere = f"0.0.0.0:{free_port()}"
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
+    assert distributed._bind_address("127.0.0.1:1234") == everywhere
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_port_that_is_in_use_is_named(host):
+    """JAX would end with a segmentation fault."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"{host}:{other.getsockname()[1]}"
+        with pytest.raises(ValueError, match=r"^process 0 cannot listen at \S+, which is in use; "):
+            distributed.start(address, 2, 0)
 
 
 def test_a_coordinator_that_does_not_answer_is_named():

@@ -1,5 +1,7 @@
 """What the stages share: which section of the configuration each part of a run is made from."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,14 @@ from abstract import assert_same
 
 from care_jax.devices import placement, sharding
 from care_jax.devices.sharding import make_mesh
-from care_jax.run.run import Run, abstract_state, make_adamw, params_of, start_state
+from care_jax.run.run import (
+    Run,
+    abstract_state,
+    check_workdir,
+    make_adamw,
+    params_of,
+    start_state,
+)
 from configs import tiny
 from models import layers, lora
 
@@ -123,3 +132,25 @@ def test_a_checkpoint_fits_runs_of_its_backbone_and_rank_alone(run, policy):
     assert run.fingerprint() == plain
     run.config.model.lora_rank = 2
     assert run.fingerprint() != plain
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lr[1e-5]", r"without \*, \?, \[, \\ and :/, where .* could not be read, got \[ in /"),
+        ("a\\b", r"got \\ in /"),
+        ("gs:/b", r"got :/ in /"),
+        ("a/run*/b", r"got \* in /"),
+        ("why?", r"got \? in /"),
+        ("caf\udce9", r"whose name is UTF-8, got /.*/caf\\xe9; choose another --workdir"),
+        ("é/" + 200 * "x" + " %20#'\"$&:a", ""),
+    ],
+    ids=["class", "backslash", "address", "star", "question mark", "latin-1", "others"],
+)
+def test_a_workdir_that_checkpoints_cannot_be_read_from_is_refused(run, tmp_path, name, said):
+    run = dataclasses.replace(run, workdir=tmp_path / name)
+    if not said:
+        check_workdir(run)
+        return
+    with pytest.raises(ValueError, match=f"^expected a --workdir .*{said}"):
+        check_workdir(run)

@@ -1,0 +1,65 @@
+"""Rows as bytes, for another process of the run.
+
+A row is pickled, but only arrays, images, paths and records of this project are built from the
+bytes: no code that they name is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pathlib
+import pickle
+import zipfile
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+# Modules that may be imported to look for a type, and all else that rebuilds an array or a path.
+_MODULES = ("care_jax", "PIL", "numpy", "pathlib", "builtins")
+_ARRAY = np.zeros(1)
+_BUILT = (
+    *(np.ndarray, np.dtype, _ARRAY.__reduce__()[0], _ARRAY[0].__reduce__()[0]),
+    *(_ARRAY.__reduce_ex__(5)[0], bytes, bytearray, type(pathlib.Path())),
+)
+
+
+def to_bytes(row: Any) -> bytes:
+    """Any arrays, objects of JSON types, and records with them."""
+    stream = io.BytesIO()
+    _Writer(stream).dump(row)
+    return stream.getvalue()
+
+
+def from_bytes(data: bytes | bytearray) -> Any:
+    """The row; ValueError if it names anything else than arrays, images, paths and records."""
+    return _Reader(io.BytesIO(data)).load()
+
+
+class _Writer(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, zipfile.Path):  # an open archive cannot be sent, its image can
+            return bytes, (value.read_bytes(),)
+        return NotImplemented
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] in _MODULES:
+            found = super().find_class(module, name)
+            if any(found is each for each in _BUILT) or _is_data(found):
+                return found
+        raise ValueError(
+            f"expected a row of arrays, images, paths and records from another process, got "
+            f"{module}.{name}; run the same code on all hosts, on a network of their own"
+        )
+
+
+def _is_data(found: Any) -> bool:
+    """Whether it is a type of image, or of frozen records of this project."""
+    if not isinstance(found, type):
+        return False
+    is_own = found.__module__.startswith("care_jax.") and dataclasses.is_dataclass(found)
+    is_record = is_own and vars(found)["__dataclass_params__"].frozen
+    return is_record or issubclass(found, Image.Image)
