@@ -27,6 +27,7 @@ from care_jax.report import about, pictures
 from care_jax.report.console import print_line
 from care_jax.report.trackers import Mlflow, Source, Wandb, columns
 
+DAMAGED = ValueError, KeyError, TypeError, AttributeError  # what `record_of` raises
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
 
 
@@ -110,17 +111,25 @@ def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[st
 
     Damaged lines are skipped, and reported if `says`. A last line without newline is ignored.
     """
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    # Not `splitlines`, which also splits at U+2028 in a response.
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-            _ = str.encode(record.get("stage", "")), int(record["step"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if says:
-                print_line(f"{path}:{number} is damaged ({error!r}) and is ignored")
-        else:
-            yield line, record
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield record_of(line)
+            except DAMAGED as error:
+                if says:
+                    print_line(f"{path}:{number} is damaged ({error!r}) and is ignored")
+
+
+def record_of(line: bytes) -> tuple[str, dict[str, Any]]:
+    """A line of a JSONL file, and its object; raises one of `DAMAGED` if it is none with a step."""
+    text = line.decode(errors="replace").removesuffix("\n")
+    record = json.loads(text)
+    _ = str.encode(record.get("stage", "")), int(record["step"])
+    return text, record
 
 
 def keep_records(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
