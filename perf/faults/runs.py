@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -40,6 +41,15 @@ SHORT = {
     "evaluate.batch_size": 8,
 }
 _TIMES = re.compile("second|device_idle|host/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """A way to break a run."""
+
+    promise: str  # what must hold
+    how: str  # how it was tried
+    run: Callable[[pathlib.Path], str]  # given an empty folder; returns what did not hold, or ""
 
 
 class Launched:
