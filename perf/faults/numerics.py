@@ -96,7 +96,8 @@ def _problem(workdir: pathlib.Path, promise: str, error: str | None) -> str:
     numbers = [path for path in workdir.glob("*.jsonl") if _num_broken(path)]
     if numbers:
         return f"{numbers[0].name} has a number that is not finite"
-    num_lines = len((workdir / "metrics.jsonl").read_text().splitlines()) if workdir.exists() else 0
+    path = workdir / "metrics.jsonl"
+    num_lines = path.read_bytes().count(b"\n") if path.exists() else 0
     if promise == REFUSED and num_lines:
         return f"refused after {num_lines} lines of metrics: {error}"
     return ""
