@@ -29,7 +29,8 @@ def sample_token(
 
     Args:
         u: uniform in [0, 1); determines the sample.
-        temperature: 0 takes the most likely token.
+        temperature: 0 takes the most likely token. At most 100: the error of the log-probability
+            grows with it.
         top_p: keeps the smallest set of most likely tokens with at least this probability.
         vocab_shards: number of shards of the vocabulary axis.
 
@@ -42,7 +43,9 @@ def sample_token(
     if temperature == 0:
         logp = -jnp.log(jnp.exp(logits - top).sum(-1))
         return logits.argmax(-1).astype(jnp.int32), logp, jnp.zeros_like(logp)
-    weights = jnp.exp((logits - top) / temperature)
+    # A device takes what is below the least normal float32 for 0.
+    least = float(jnp.finfo(jnp.float32).tiny)
+    weights = jnp.exp((logits - top) / max(temperature, least))
     kept = nucleus(weights, top_p) if top_p < 1 else weights
     token, weight, total = _invert(kept, u, vocab_shards)
     drawn_logp = jnp.log(weight) - jnp.log(total)

@@ -192,7 +192,9 @@ def _normalize(reward, is_in, *, eps, robust=False, ddof=0):
         spread = jnp.where(is_defined, robust_spread, spread)
     highest = jnp.max(reward, where=is_in, initial=-jnp.inf)
     lowest = jnp.min(reward, where=is_in, initial=jnp.inf)
-    return jnp.where(is_in & (highest > lowest), (reward - center) / (spread + eps), 0.0)
+    # In float32 the square of a small difference is 0, and ε may be.
+    has_spread = (highest > lowest) & (spread + eps > 0)
+    return jnp.where(is_in & has_spread, (reward - center) / (spread + eps), 0.0)
 
 
 def _robust_moments(reward, is_in):

@@ -123,7 +123,8 @@ def mismatch_metrics(
         response = np.arange(len(branch))[:, None] * branch.shape[1] + branch
         _, response = np.unique(response[is_compared], return_inverse=True)
         log_ratio = (np.bincount(response, log_ratio) / np.bincount(response))[response]
-    is_beyond = (log_ratio < np.log1p(-clip_low)) | (log_ratio > np.log1p(clip_high))
+    lowest = np.log1p(-clip_low) if clip_low < 1 else -np.inf
+    is_beyond = (log_ratio < lowest) | (log_ratio > np.log1p(clip_high))
     metrics = {
         "kl": np.mean(np.expm1(d) - d),
         "mean": change.mean(),
@@ -182,9 +183,10 @@ def subgroup_metrics(groups: Groups) -> dict[str, float]:
     for count in range(1, int(num_negatives[has_update].max(initial=0)) + 1):
         metrics[f"negatives/{count}"] = np.mean(has_update & (num_negatives == count))
 
+    advantage = advantage.astype(np.float64)  # the square of a small float32 may be 0
     negatives = advantage[advantage < 0]
     positives = advantage[advantage > 0]
-    if len(negatives) > 1 and len(positives) > 1 and positives.var() > 0:
+    if len(negatives) > 1 and len(positives) > 1 and np.ptp(positives) > 0:
         metrics["variance_ratio"] = negatives.var() / positives.var()
 
     is_contrasted = subgroup.has_update & ~subgroup.is_rescue & (num_negatives > 0)

@@ -63,8 +63,11 @@ def region_weights(
 def token_advantages(
     A: Float[Array, ""], w: Float[Array, " T"], *, eps_w: float
 ) -> Float[Array, " T"]:
-    """a_t = A·w_t / (Σ_u w_u + ε_w): the row's advantage A split by the weights (eq:token-adv)."""
-    return A * w / (jnp.sum(w) + eps_w)
+    """a_t = A·w_t / (Σ_u w_u + ε_w): the row's advantage A split by the weights (eq:token-adv).
+
+    0 if all weights are 0, as in a row without sampled tokens, also for ε_w = 0.
+    """
+    return A * w / jnp.where(jnp.any(w > 0), jnp.sum(w) + eps_w, 1.0)
 
 
 def clipped_surrogate(

@@ -133,7 +133,7 @@ def _farthest_first(to_anchor, distance, is_candidate, num_negatives, *, K):
     """Starts with the nearest candidate, then adds the one farthest from the chosen set."""
     index = jnp.arange(to_anchor.shape[0])
     is_chosen = _least(to_anchor, is_candidate, jnp.minimum(1, num_negatives))
-    for num_chosen in range(1, K):
+    for num_chosen in range(1, min(K, len(index) - 1)):  # the anchor is no candidate
         to_chosen = jnp.min(jnp.where(is_chosen, distance, jnp.inf), axis=1)
         farthest = jnp.argmax(jnp.where(is_candidate & ~is_chosen, to_chosen, -jnp.inf))
         is_chosen |= (index == farthest) & (num_chosen < num_negatives)

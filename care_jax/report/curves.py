@@ -6,13 +6,15 @@ everything logged is shown.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import fnmatch
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
-from care_jax.report.metrics import read_records
+from care_jax.report.metrics import DAMAGED, record_of
 
 # (title, unit, name patterns in drawing order).
 CHARTS = (
@@ -65,32 +67,53 @@ CHARTS = (
 _SMALL_MULTIPLES = ("Accuracy by source",)  # a panel per metric, all with one scale
 
 
-def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
-    """The stages of metrics.jsonl, if it exists, in the order they began, each with its charts.
+class Curves:
+    """The curves of a metrics.jsonl that may be growing: `read` goes on where the last one ended.
 
-    Of more than `max_points` steps, every n-th and the last are drawn.
-
-    Returns:
-        {"name", "stride", "steps", "charts": [{"title", "unit", "is_split", "series": [{"name",
-        "values"}]}]}; a value is None if the step does not have the metric, and a chart that is
-        split has a panel per metric, all with one scale.
+    Of more than `max_points` steps of a stage, every n-th and the last are held and drawn; n is a
+    power of two.
     """
-    lines: dict[str, list[dict[str, Any]]] = {}
-    began: dict[str, int] = {}
-    for _, record in read_records(path):
-        name = record.pop("stage", "?")
-        lines.setdefault(name, []).append(record)
-        began.setdefault(name.removesuffix("_eval"), len(began))
 
-    def rank(name: str) -> tuple[int, bool]:
-        """The evaluations inside a stage follow it directly."""
-        return began[name.removesuffix("_eval")], name.endswith("_eval")
+    def __init__(self, path: pathlib.Path, *, max_points: int):
+        self._path, self._max_points = path, max_points
+        self._stages: dict[str, _Steps] = {}
+        self._end, self._last = 0, b""  # of the last line: its end in the file, and its bytes
 
-    return [_stage(name, lines[name], max_points) for name in sorted(lines, key=rank)]
+    def read(self) -> list[dict[str, Any]]:
+        """The stages of the file, if it exists, in the order they began, each with its charts.
+
+        Returns:
+            {"name", "stride", "steps", "charts": [{"title", "unit", "is_split", "series": [{"name",
+            "values"}]}]}; a value is None if the step does not have the metric, and a chart that is
+            split has a panel per metric, all with one scale.
+        """
+        if self._path.exists():
+            with self._path.open("rb") as lines:
+                self._read_on(lines)
+        began = list(dict.fromkeys(name.removesuffix("_eval") for name in self._stages))
+
+        def rank(name: str) -> tuple[int, bool]:
+            """The evaluations inside a stage follow it directly."""
+            return began.index(name.removesuffix("_eval")), name.endswith("_eval")
+
+        return [_stage(name, self._stages[name]) for name in sorted(self._stages, key=rank)]
+
+    def _read_on(self, lines: BinaryIO) -> None:
+        lines.seek(self._end - len(self._last))
+        if lines.read(len(self._last)) != self._last:  # a resumed stage dropped lines
+            self._stages, self._end = {}, lines.seek(0)
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            self._end, self._last = self._end + len(line), line
+            with contextlib.suppress(*DAMAGED):
+                record = record_of(line)
+                name = record.pop("stage", "?")
+                self._stages.setdefault(name, _Steps(self._max_points)).add(record)
 
 
 def merge(runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The stages of several runs, from `read_stages`, as stages whose series have a "run".
+    """The stages of several runs, from `Curves.read`, as stages whose series have a "run".
 
     The steps of a stage are those of all runs; a value is None where its run lacks the step.
     """
@@ -117,11 +140,28 @@ def chart_of(name: str) -> tuple[str, str, int]:
     return name, "", 0
 
 
-def _stage(name: str, records: list[dict[str, Any]], max_points: int) -> dict[str, Any]:
-    stride = -(-len(records) // max_points)
-    kept = records[::stride]
-    if (len(records) - 1) % stride:
-        kept.append(records[-1])
+@dataclasses.dataclass
+class _Steps:
+    """Every n-th record of a stage, and the last."""
+
+    max_points: int
+    stride: int = 1  # n
+    number: int = 0  # of the records so far
+    spread: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    last: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def add(self, record: dict[str, Any]) -> None:
+        if self.number % self.stride == 0:
+            self.spread.append(record)
+        self.number, self.last = self.number + 1, record
+        if len(self.spread) > self.max_points:
+            self.spread, self.stride = self.spread[::2], 2 * self.stride
+
+
+def _stage(name: str, steps: _Steps) -> dict[str, Any]:
+    kept = [*steps.spread]
+    if kept[-1] is not steps.last:
+        kept.append(steps.last)
     metrics = sorted({key for record in kept for key in record} - {"step"})
     charts: dict[str, dict[str, Any]] = {}
     for metric in sorted(metrics, key=lambda metric: (chart_of(metric)[2], metric)):
@@ -133,7 +173,7 @@ def _stage(name: str, records: list[dict[str, Any]], max_points: int) -> dict[st
         chart["series"].append({"name": metric, "values": values})
     return {
         "name": name,
-        "stride": stride,
+        "stride": steps.stride,
         "steps": [record["step"] for record in kept],
         "charts": sorted(charts.values(), key=_rank),
     }

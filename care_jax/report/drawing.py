@@ -28,6 +28,9 @@ class Shown:
     # Groups of each logged step as JSON, steps in order; empty if they were dropped.
     steps: dict[int, list[str]]
 
+    def __post_init__(self):
+        self.curves = curves.Curves(self.workdir / "metrics.jsonl", max_points=_MAX_POINTS)
+
 
 def read_shown(workdir: pathlib.Path, title: str = "") -> Shown:
     """The run of a workdir, with the groups of its report.jsonl, if there is one.
@@ -44,10 +47,7 @@ def read_shown(workdir: pathlib.Path, title: str = "") -> Shown:
 
 def draw(path: pathlib.Path, runs: Sequence[Shown], *, max_bytes: int) -> None:
     """Replaces the page atomically; drops groups from `runs` until it has at most `max_bytes`."""
-    found = [
-        curves.read_stages(run.workdir / "metrics.jsonl", max_points=_MAX_POINTS) for run in runs
-    ]
-    stages = curves.merge(found)
+    stages = curves.merge([run.curves.read() for run in runs])
     data = {
         "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "max_megabytes": max_bytes / 2**20,

@@ -28,6 +28,13 @@ from care_jax.report import about, pictures
 from care_jax.report.console import print_line
 from care_jax.report.trackers import Mlflow, Source, Wandb, columns
 
+DAMAGED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)  # what `record_of` raises
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
 
 
@@ -111,7 +118,14 @@ def read_records(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Damaged lines are skipped. A last line without newline is ignored.
     """
-    return ((line, record) for line, record, fault in _parsed(path) if not fault)
+    return ((line.decode(), record) for line, record, fault in _parsed(path) if not fault)
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    """The object of a line of a JSONL file; raises one of `DAMAGED` if it is none with a step."""
+    record = json.loads(line.decode())
+    _ = str.encode(record.get("stage", "")), operator.index(record["step"])
+    return record
 
 
 def keep_records(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
@@ -125,25 +139,26 @@ def keep_records(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) 
     for number, (line, record, fault) in enumerate(_parsed(path), 1):
         if fault:
             print_line(f"{path}:{number} is damaged ({fault}); moved to {path.name}.damaged")
-            damaged.append(line.encode(errors="surrogateescape"))
+            damaged.append(line)
         elif is_kept(record):
-            kept.append(f"{line}\n")
+            kept.append(f"{line.decode()}\n")
     set_aside(path, damaged)
     write_whole(path, "".join(kept))
 
 
-def _parsed(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _parsed(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
     """Every complete line, its object, and what is wrong with it, if anything."""
-    text = path.read_text("utf-8", errors="surrogateescape") if path.exists() else ""
-    # Not `splitlines`, which also splits at U+2028 in a response.
-    for line in text.split("\n")[:-1]:
-        try:
-            record = json.loads(line)
-            _ = line.encode(), str.encode(record.get("stage", "")), operator.index(record["step"])
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            yield line, {}, f"{type(error).__name__}: {error}"
-        else:
-            yield line, record, ""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record, fault = record_of(line), ""
+            except DAMAGED as error:
+                record, fault = {}, f"{type(error).__name__}: {error}"
+            yield line.removesuffix(b"\n"), record, fault
 
 
 def _markdown(group: Mapping[str, Any]) -> str:

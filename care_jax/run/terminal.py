@@ -89,11 +89,14 @@ def how_decoded(config: ConfigDict) -> str:
 
 def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
     """Accuracy on held-out questions after each stage, and of rollouts at both ends of RL."""
-    records = [record for _, record in read_records(path)]
     held_out: dict[str, dict[str, float]] = {}
-    for record in records:
-        if record["stage"].startswith("evaluate_"):
-            held_out[record["stage"].removeprefix("evaluate_")] = record
+    sampled: list[float] = []
+    for _, record in read_records(path):
+        stage = record.get("stage", "")
+        if stage.startswith("evaluate_"):
+            held_out[stage.removeprefix("evaluate_")] = record
+        elif stage == "rl" and "acc" in record:
+            sampled.append(record["acc"])
     measured = {
         name: {after: record[name] for after, record in held_out.items() if name in record}
         for name in ("acc", "mean/acc")
@@ -105,7 +108,6 @@ def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
             values = [*accuracies.values()]
             gain = f" ({100 * (values[-1] - values[0]):+.1f} points)" if len(values) > 1 else ""
             yield f"{how_decoded(config)} accuracy, {what}: {steps}{gain}"
-    sampled = [record["acc"] for record in records if record["stage"] == "rl" and "acc" in record]
     if len(sampled) >= 2 * _FEW:
         first, last = (np.mean(part) for part in (sampled[:_FEW], sampled[-_FEW:]))
         yield (

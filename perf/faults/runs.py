@@ -109,8 +109,9 @@ class Launched:
         num_devices: int = 1,
         *,
         is_quick: bool = False,
+        module: str = "care_jax.main",
     ):
-        command = [sys.executable, "-m", "care_jax.main", f"--workdir={workdir}"]
+        command = [sys.executable, "-m", module, f"--workdir={workdir}"]
         command += ["--config=configs/tiny.py", *(f"--config.{k}={v}" for k, v in keys.items())]
         who: list[list[str]] = [[]]
         if num_processes > 1:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import psutil
 import pytest
 
@@ -31,7 +32,7 @@ def restarted(monkeypatch):
         class Ended:
             is_running = False
 
-            def __init__(self, *args):
+            def __init__(self, *args, **_):
                 started.append(args)
 
             def finish(self):
@@ -102,12 +103,19 @@ def test_children_that_live_on_are_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("late", "compiled", "grown_rows"),
-    [(1.02, False, []), (1.2, False, [0]), (1.02, True, [3]), (1.2, True, [0, 3])],
+    ("late", "compiled", "used", "grown_rows"),
+    [
+        (1.02, False, 0.9, []),
+        (1.2, False, 0.9, [0]),
+        (1.02, True, -2.0, [3]),
+        (1.2, True, 0.9, [0, 3]),
+        (1.02, False, 1.4, [4]),
+    ],
 )
 def test_what_grows_and_what_is_compiled_late_is_told(
-    tmp_path, restarted, monkeypatch, late, compiled, grown_rows
+    tmp_path, restarted, monkeypatch, late, compiled, used, grown_rows
 ):
+    """`used`: MB per 1000 steps of a second, of which a day has 86,400."""
     restarted(0)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "jit_update-1-cache").write_text("")
@@ -120,13 +128,23 @@ def test_what_grows_and_what_is_compiled_late_is_told(
     monkeypatch.setattr(killing.Launched, "finish", finish)
     monkeypatch.setattr(soaking, "Launched", killing.Launched)
     usage = {"host/open_files": 30, "host/threads": 12}
+    usage |= {"rollout_seconds": 0.25, "train_seconds": 0.75}
+    noise = np.random.default_rng(0).normal(0, 0.001, 41)
+
+    def used_at(step):  # as of every tenth step, at first with much that is bounded
+        counted = step // 10 * 10
+        megabytes = 500 + min(counted, 200) + used * counted / 1000 + noise[step // 10]
+        return megabytes * 1e6 / 2**30
+
     lines = [
         {"stage": "rl", "step": step, "host/memory_gib": 1.0 if step <= 200 else late, **usage}
+        | {"host/used_gib": used_at(step)}
         for step in range(1, 401)
     ]
     write(tmp_path / "soak", lines)
     rows, grown = soaking.run(400, tmp_path)
-    assert rows[0] == f"memory_gib 1 at step 200, {late:.3g} at the end" and len(rows) == 4
+    assert rows[0] == f"memory_gib 1 at step 200, {late:.3g} at the end" and len(rows) == 5
+    assert f", {used:+.2f} ± 0.00 MB per 1000 steps, {used * 86.4:+.0f} ± 0 MB in a day" in rows[4]
     assert rows[3] == f"1 programs compiled in the first half, {int(compiled)} in the second"
     assert grown == [rows[index] for index in grown_rows]
 

@@ -73,7 +73,7 @@ REFUSED = {
     ),
     "greedy rollouts, which are all the same": (
         {"rl.temperature": 0},
-        r"rl\.temperature must lie in \(0, inf\)",
+        r"rl\.temperature must lie in \(0, 100\]",
     ),
     "a judge without a model": (JUDGED, "judge_url needs evaluate.judge_model and"),
     "a judge without a benchmark": (

@@ -43,9 +43,9 @@ def test_every_number_has_an_interval_and_every_tuple_a_form():
 
 # (key, value, what the message says of it). One row for each condition of a check, whatever key.
 REFUSED = (
-    ("rl.temperature", float("nan"), "lie in (0, inf)"),
-    ("rl.temperature", -1.0, "lie in (0, inf)"),
-    ("rl.temperature", float("inf"), "lie in (0, inf)"),
+    ("rl.temperature", float("nan"), "lie in (0, 100]"),
+    ("rl.temperature", -1.0, "lie in (0, 100]"),
+    ("rl.temperature", float("inf"), "lie in (0, 100]"),
     ("rl.top_p", 0.0, "lie in (0, 1]"),
     ("rl.top_p", 1.01, "lie in (0, 1]"),
     ("care.gamma_share", 1.0, "lie in [0, 1)"),

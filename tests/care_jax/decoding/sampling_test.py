@@ -144,3 +144,21 @@ def test_a_sharded_vocabulary_is_sampled_without_gathering_it(vocab_size, top_p)
     sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in gathered]
     # 4 rows of a device: what is gathered, if anything, is a number per block.
     assert max(sizes, default=0) <= 4 * -(-vocab_size // 4 // 128) * 4, gathered
+
+
+@pytest.mark.parametrize("top_p", [1.0, 1 - 1e-9, 1e-45])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-6, 100.0])
+def test_extreme_settings_draw_tokens_with_finite_log_probabilities(temperature, top_p):
+    logits = np.random.default_rng(0).normal(0, 3, (64, 300)).astype(np.float32)
+    logits[:, 5] = -1e30  # a token that is never sampled
+    logits[0] = 2.0  # a distribution without a maximum
+    u = jax.random.uniform(jax.random.key(0), (64,))
+    choose = functools.partial(sampling.sample_token, temperature=temperature, top_p=top_p)
+    token, logp, drawn_logp = jax.jit(choose)(logits, u)
+    exact = logits.astype(np.float64)
+    expected = exact[np.arange(64), token] - np.log(np.exp(exact).sum(-1))
+    np.testing.assert_allclose(logp, expected, atol=1e-4)
+    assert np.isfinite(drawn_logp).all() and (drawn_logp <= 0).all()
+    assert not (token[1:] == 5).any()
+    if temperature < 1 or top_p < 0.5:
+        np.testing.assert_array_equal(token[1:], logits[1:].argmax(-1))

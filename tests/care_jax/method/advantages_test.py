@@ -319,3 +319,29 @@ def test_overlong_penalty_grows_over_the_cache_alone(jit):
 def test_groups_are_mixed_where_right_and_wrong_stand_in_them(acc, expected):
     for order in ((0, 1, 2), (2, 0, 1)):
         assert bool(is_mixed(jnp.array(acc, jnp.float32)[jnp.array(order)])) == expected
+
+
+@pytest.mark.parametrize("reward", [[0.5] * 2, [0.1] * 7, [0.0, 1e-30], [-1e-30, 0.0, 1e-30]])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_rewards_without_a_spread_leave_advantages_of_nothing(reward, eps):
+    """Also if only ε = 0 divides, and the square of a difference is 0 in float32."""
+    reward, ddofs = jnp.array(reward), (0, 1)
+    found = [grpo_advantages(reward, eps=eps, ddof=ddof) for ddof in ddofs]
+    found += [dr_grpo_advantages(reward), rloo_advantages(reward)]
+    subgroup = subgroup_of(len(reward), len(reward) - 1, range(len(reward) - 1))
+    found.append(advantages(reward, subgroup, eps=eps))
+    for advantage in found:
+        np.testing.assert_allclose(advantage, 0, atol=1e-20)
+    # Deviations from the median are not squared.
+    assert np.isfinite(advantages(reward, subgroup, eps=eps, robust=True)).all()
+
+
+def test_two_rollouts_are_a_group():
+    """G = 2: A is ±1 with the population's σ, ±1/√2 with the sample's."""
+    reward = jnp.array([1.0, 0.0])
+    for ddof, size in ((0, 1), (1, 0.5**0.5)):
+        found = grpo_advantages(reward, eps=0.0, ddof=ddof)
+        np.testing.assert_allclose(found, [size, -size], rtol=1e-6)
+    np.testing.assert_allclose(rloo_advantages(reward), [1, -1])
+    found = advantages([1.0, 0.0], subgroup_of(2, 0, [1], 1), eps=0.0, K=4)
+    np.testing.assert_allclose(found, [2, -1, 0], rtol=1e-6)  # √(4/1) · (1, -s)

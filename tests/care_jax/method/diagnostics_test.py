@@ -155,6 +155,13 @@ def test_variance_ratio_is_that_of_negative_to_positive_advantages():
     assert metrics["variance_ratio"] == pytest.approx(9)
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_variance_ratio_of_advantages_whose_squares_leave_float32(scale):
+    advantage = scale * np.array([[2.0, -1, -4, 0, 3]])
+    metrics = care_metrics([[1, 0, 0, 0, 1]], np.ones((1, 5)), [True], advantage)
+    assert metrics["variance_ratio"] == pytest.approx(9)
+
+
 def test_undefined_metrics_are_left_out():
     metrics = care_metrics([[1, 1, 1, 1, 0]], np.ones((1, 5)), [False])
     assert metrics["skip_rate"] == 1
@@ -221,9 +228,8 @@ BRANCH = np.array([[0, 0, 0, 1], [0, -1, 1, 1]])
 
 def mismatch(**options):
     logp = (np.log(np.maximum(p, 1e-9)).astype(np.float32) for p in (SAMPLED, TRAINED))
-    return diagnostics.mismatch_metrics(
-        *logp, IS_COMPARED, BRANCH, clip_low=0.19, clip_high=0.24, **options
-    )
+    options = {"clip_low": 0.19, "clip_high": 0.24, **options}
+    return diagnostics.mismatch_metrics(*logp, IS_COMPARED, BRANCH, **options)
 
 
 def test_mismatch_by_hand():
@@ -241,6 +247,11 @@ def test_mismatch_beyond_the_clip_range_counts_tokens_or_responses():
     """Ratios of the tokens as above; of the responses 1, 1.5, 1 and √(0.25 · 1.2)."""
     assert mismatch()["mismatch/beyond_clip"] == pytest.approx(4 / 6)
     assert mismatch(has_sequence_ratio=True)["mismatch/beyond_clip"] == pytest.approx(3 / 6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_clip_range_down_to_zero_has_no_token_below_it():
+    assert mismatch(clip_low=1.0)["mismatch/beyond_clip"] == pytest.approx(2 / 6)
 
 
 def test_mismatch_of_no_tokens_is_left_out():

@@ -270,3 +270,10 @@ def row_terms(is_think, is_answer, is_response, logp, old_logp, A, is_positive):
     w = region_weights(is_think, is_answer, is_response, is_positive)
     a = objective.token_advantages(A, w, eps_w=1e-6)
     return jnp.stack([a, surrogate(logp, old_logp, a), objective.k3(logp, old_logp)])
+
+
+@pytest.mark.parametrize("eps_w", [0.0, 1e-6])
+def test_a_row_without_sampled_tokens_has_no_token_advantages(eps_w):
+    """As the slot of a prompt that is not reflected, or a context that filled the response."""
+    found = objective.token_advantages(jnp.array(2.0), jnp.zeros(5), eps_w=eps_w)
+    np.testing.assert_array_equal(found, 0)

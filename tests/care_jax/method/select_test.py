@@ -312,3 +312,17 @@ def test_jit_and_vmap_change_nothing(rule, anchor_rule):
 def test_impossible_settings_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         select(ONE_SUCCESS, **kwargs)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_more_negatives_than_rollouts_are_all_failures_at_no_cost(rule):
+    """K > G: the program is that of K = G - 1, however large K is."""
+    rng = jax.random.key(0)
+    chosen = functools.partial(select_subgroup, rule=rule, rng=rng)
+    G, lengths = 4, jnp.arange(4)
+    rows = jnp.array([1.0, 0, 0, 0]), lengths, lengths, -1.0 * lengths, jnp.eye(4)
+    assert negatives(chosen(*rows, K=100, M=100)) == [1, 2, 3]
+    sizes = {
+        len(jax.make_jaxpr(functools.partial(chosen, K=K, M=K))(*rows).eqns) for K in (G - 1, 100)
+    }
+    assert len(sizes) == 1

@@ -7,6 +7,10 @@ def write(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def read(path):
+    return curves.Curves(path, max_points=10).read()
+
+
 def series_of(stage):
     return {
         each["name"]: (chart["title"], each["values"])
@@ -23,7 +27,7 @@ def test_metrics_stand_in_charts_and_one_nobody_knows_in_its_own(tmp_path):
         {"stage": "rl", "step": 0, "reward": 0.123456789, "acc": 0, "acc/made": 1, "odd": 3},
         {"stage": "rl", "step": 1, "reward": 0.5, "acc": 1, "reflect_success": 0.25},
     )
-    sft, rl = curves.read_stages(path, max_points=10)
+    sft, rl = read(path)
     assert (sft["name"], sft["steps"]) == ("sft", [0])
     assert series_of(rl) == {
         "reward": ("Reward", [0.12346, 0.5]),
@@ -41,16 +45,45 @@ def test_metrics_stand_in_charts_and_one_nobody_knows_in_its_own(tmp_path):
 def test_a_long_curve_keeps_every_nth_step_and_the_last(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, *({"stage": "rl", "step": step, "acc": step} for step in range(100, 124)))
-    (stage,) = curves.read_stages(path, max_points=10)
-    assert stage["steps"] == [*range(100, 124, 3), 123] and stage["stride"] == 3
+    (stage,) = read(path)
+    assert stage["steps"] == [*range(100, 124, 4), 123] and stage["stride"] == 4
     assert series_of(stage)["acc"][1] == stage["steps"]
+
+
+def test_a_file_that_grows_is_read_on_and_one_that_lost_lines_anew(tmp_path):
+    """After every line the curves are those of the whole file, also in the middle of one."""
+    path, lines = (
+        tmp_path / "metrics.jsonl",
+        [
+            *(json.dumps({"stage": "sft", "step": step, "nll": step}) for step in range(5)),
+            *("damaged", json.dumps({"stage": "rl_eval", "step": 0, "acc": 0.5})),
+            *(json.dumps({"stage": "rl", "step": step, "acc": step}) for step in range(45)),
+        ],
+    )
+    growing = curves.Curves(path, max_points=10)
+    for number, line in enumerate(lines):
+        with path.open("a") as file:
+            file.write(f"{line[:9]}")
+            file.flush()
+            assert growing.read() == (read(path) if number else [])
+            file.write(f"{line[9:]}\n")
+        assert growing.read() == read(path)
+    assert [stage["steps"] for stage in growing.read()] == [
+        *([0, 1, 2, 3, 4], [*range(0, 45, 8), 44], [0]),
+    ]
+    for kept in (20, 6, 0):
+        path.write_text("".join(f"{line}\n" for line in [*lines[:kept], lines[-1]]))
+        assert growing.read() == read(path)
+    path.unlink()
+    path.write_text("")
+    assert growing.read() == []
 
 
 def test_a_line_cut_by_a_kill_is_no_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert curves.read_stages(path, max_points=10) == []
+    assert read(path) == []
     path.write_text('{"stage": "rl", "step": 0}\n{"stage": "rl", "st')
-    assert [stage["steps"] for stage in curves.read_stages(path, max_points=10)] == [[0]]
+    assert [stage["steps"] for stage in read(path)] == [[0]]
 
 
 def test_a_metric_goes_to_the_first_chart_that_names_it():
@@ -71,7 +104,7 @@ def test_evaluations_inside_a_stage_are_curves_behind_it(tmp_path):
         {"stage": "rl", "step": 0, "acc": 0.5},
         {"stage": "rl_eval", "step": 1, "mmmu/acc": 1.0, "mean/acc": 1.0, "mmmu/pass@2": 1.0},
     )
-    stages = curves.read_stages(path, max_points=10)
+    stages = read(path)
     assert [stage["name"] for stage in stages] == ["sft", "sft_eval", "rl", "rl_eval"]
     assert stages[3]["steps"] == [0, 1]
     assert series_of(stages[3]) == {
@@ -98,7 +131,7 @@ def test_stages_of_several_runs_share_their_steps_and_charts(tmp_path):
         *({"stage": "rl", "step": step, "acc": step, "odd": 1} for step in (0, 2)),
     )
     write(b, *({"stage": "rl", "step": step, "acc": 9, "reward": 5} for step in (1, 2)))
-    sft, rl = curves.merge([curves.read_stages(path, max_points=10) for path in (b, a)])
+    sft, rl = curves.merge([read(path) for path in (b, a)])
     assert (sft["name"], sft["charts"][0]["series"][0]["run"]) == ("sft", 1)
     assert (rl["name"], rl["steps"]) == ("rl", [0, 1, 2])
     found = {
