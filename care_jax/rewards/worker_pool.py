@@ -64,15 +64,17 @@ class WorkerPool:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._is_started = threading.Event()
+        self._lock = threading.Lock()
 
     def submit(self, *arguments: Any) -> concurrent.futures.Future[Reply]:
-        """Calls the function; does not wait for the reply."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=lambda: asyncio.run(self._main()), name="workers", daemon=True
-            )
-            self._thread.start()
-            self._is_started.wait()
+        """Calls the function, from any thread; does not wait for the reply."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=lambda: asyncio.run(self._main()), name="workers", daemon=True
+                )
+                self._thread.start()
+                self._is_started.wait()
         return asyncio.run_coroutine_threadsafe(self._call(pickle.dumps(arguments)), self._loop)
 
     def close(self) -> None:
