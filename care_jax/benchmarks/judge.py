@@ -185,13 +185,19 @@ def post(url: str, body: bytes, timeout: float) -> str:
 
 def _read(text: str) -> tuple[str, dict[str, int]]:
     """What the judge said, empty if that is no completion, and the tokens that it counts."""
-    word, num_tokens = "", {}
     try:
         reply = json.loads(text)
-        usage = reply.get("usage") or {}
-        for name in ("prompt_tokens", "completion_tokens"):
-            num_tokens[name] = min(max(int(usage.get(name) or 0), 0), _MAX_TOKENS)
-        word = str(reply["choices"][0]["message"]["content"]).strip().strip(".")
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        pass
-    return word, num_tokens
+    except (ValueError, RecursionError):
+        return "", {}
+    usage = reply.get("usage") if isinstance(reply, dict) else None
+    counted = usage if isinstance(usage, dict) else {}
+    num_tokens = {
+        name: min(number, _MAX_TOKENS)
+        for name in ("prompt_tokens", "completion_tokens")
+        if isinstance(number := counted.get(name), int) and number > 0
+    }
+    try:
+        word = str(reply["choices"][0]["message"]["content"])
+    except (LookupError, TypeError):
+        word = ""
+    return word.strip().strip("."), num_tokens
