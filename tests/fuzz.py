@@ -605,7 +605,21 @@ def read_answer(drawn: tuple[str | None, str, bool, bool], folder: pathlib.Path)
 
 _PARTS = st.lists(
     st.sampled_from(
-        (*_PIECES, "\t", "so ", "is ", "Answer:", "answer ", "(A)", "oxed{", "E9", "1,111", "٣", "㎝", "\ufdfa")
+        (
+            *_PIECES,
+            "\t",
+            "so ",
+            "is ",
+            "Answer:",
+            "answer ",
+            "(A)",
+            "oxed{",
+            "E9",
+            "1,111",
+            "٣",
+            "㎝",
+            "\ufdfa",
+        )
     ),
     max_size=3,
 ).map("".join)

@@ -47,7 +47,9 @@ def load_reward(name: str) -> RewardFunction:
             raise ImportError("no function is named")
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:
-        reason = error if isinstance(error, ImportError | AttributeError | ValueError) else repr(error)
+        reason = (
+            error if isinstance(error, ImportError | AttributeError | ValueError) else repr(error)
+        )
         raise ValueError(
             f"expected verifier.reward as module:function on the Python path, got {name!r} "
             f"({reason}); correct it, run in the folder of the module, or set PYTHONPATH"

@@ -52,6 +52,8 @@ def test_boxes_in_boxes_are_opened_up_to_a_limit(scorer, row):
     assert scorer.is_correct("\\boxed{" * 5000 + "A" + "}" * 5000, row) in (True, False)
 
 
-@pytest.mark.parametrize("text", ["\\sqrt[3]{-8}", "\\sqrt[3]{-8}!", "\\log\\sqrt[3]{-8}", "0^{-1}"])
+@pytest.mark.parametrize(
+    "text", ["\\sqrt[3]{-8}", "\\sqrt[3]{-8}!", "\\log\\sqrt[3]{-8}", "0^{-1}"]
+)
 def test_what_is_no_real_number_has_no_value(text):
     assert latex_value.value(text) is None
