@@ -205,14 +205,16 @@ class _Worker:
                 f"{answer['error']}"
             )
         self._replies, self._is_alive = {}, True
-        self._reader = asyncio.create_task(
-            self._resolve_replies(self.process.stdout, self._replies)
-        )
+        self._reader = asyncio.create_task(self._resolve_replies(self.process, self._replies))
 
     async def _resolve_replies(
-        self, stream: asyncio.StreamReader, replies: dict[int, asyncio.Future[Reply | None]]
+        self,
+        process: asyncio.subprocess.Process,
+        replies: dict[int, asyncio.Future[Reply | None]],
     ) -> None:
         """Sets the futures of replies, and at the process's end the remaining ones to None."""
+        stream = process.stdout
+        assert stream is not None
         # A function that writes to all open files may write what is no reply.
         with contextlib.suppress(asyncio.IncompleteReadError, ValueError, RecursionError):
             while True:
@@ -221,8 +223,8 @@ class _Worker:
                     replies[number].set_result(reply)
         if replies is self._replies:
             self._is_alive = False
-            if self.process is not None:
-                _kill_session(self.process.pid)
+            if self.process is process:
+                _kill_session(process.pid)
         for future in replies.values():
             if not future.done():
                 future.set_result(None)
