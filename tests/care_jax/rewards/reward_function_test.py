@@ -54,7 +54,7 @@ def test_a_function_that_cannot_be_called_is_refused(rewards, name, message):
 def test_a_module_that_cannot_be_imported_is_refused_in_one_line(tmp_path, monkeypatch, source):
     (tmp_path / "broken_rewards.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="expected verifier.reward as") as refused:
+    with pytest.raises(ValueError, match=r"expected verifier\.reward as") as refused:
         load_reward("broken_rewards:f")
     assert "\n" not in str(refused.value)
 
