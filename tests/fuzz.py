@@ -41,6 +41,7 @@ from PIL import Image
 from safetensors.numpy import save
 
 from care_jax.batch import Example, Unusable
+from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
 from care_jax.config.checks import check_config, fill_in
 from care_jax.config.keys import leaves
 from care_jax.data.readers import jsonl, parquet, shards
@@ -602,6 +603,51 @@ def read_answer(drawn: tuple[str | None, str, bool, bool], folder: pathlib.Path)
     return Counter([ACCEPTED if verdict.acc else REFUSED])
 
 
+_PARTS = st.lists(
+    st.sampled_from(
+        (
+            *_PIECES,
+            "\t",
+            "so ",
+            "is ",
+            "Answer:",
+            "answer ",
+            "(A)",
+            "oxed{",
+            "E9",
+            "1,111",
+            "٣",
+            "㎝",
+            "\ufdfa",
+        )
+    ),
+    max_size=3,
+).map("".join)
+RESPONSES = st.builds(
+    lambda before, repeated, number, after: before + repeated * number + after,
+    *(_PARTS, _PARTS, st.integers(0, 3000), _PARTS),
+)
+# A row per benchmark and kind of answer; "A" or 7 is right.
+_CHOICE = {"options": "['7', '8']", "answer": "A"}
+_ROWS = (
+    *((mathvista, {"answer_type": kind, "answer": "7"}) for kind in ("integer", "float", "list")),
+    (mathvista, {"answer_type": "text", "choices": ["7", "8"], "answer": "7"}),
+    *((mathvision, row) for row in ({"options": [], "answer": "7"}, _CHOICE)),
+    (mathverse, {"question_type": "free-form", "answer": "7"}),
+    (mathverse, _CHOICE | {"question_type": "multi-choice", "question": "Choices:\nA:7\nB:8"}),
+    (mmmu, {"question_type": "open", "options": "[]", "answer": "7"}),
+    *((scorer, _CHOICE) for scorer in (mmmu, mmmu_pro)),
+)
+
+
+def read_response(drawn: tuple[str, int], folder: pathlib.Path) -> Counter[str]:
+    text, number = drawn
+    scorer, row = _ROWS[number]
+    is_right = scorer.is_correct(text, row)
+    assert is_right in (True, False) and (scorer.parse(text, row) is not None or not is_right)
+    return Counter([ACCEPTED if is_right else REFUSED])
+
+
 KINDS: dict[str, Kind] = {
     "config": Kind(_changes(), read_config),
     "jsonl": Kind(
@@ -633,6 +679,7 @@ KINDS: dict[str, Kind] = {
         ),
         read_answer,
     ),
+    "response": Kind(st.tuples(RESPONSES, st.sampled_from(range(len(_ROWS)))), read_response),
 }
 
 

@@ -1,22 +1,28 @@
 """A language model judges free answers that the rules call wrong, over the OpenAI API.
 
-Any endpoint that answers `POST <url>/chat/completions` works. A request that fails or times out
-is retried with exponential backoff. If every retry fails, the verdict of the rules is kept.
-Requests, failures, tokens and their price are counted.
+Any endpoint that answers `POST <url>/chat/completions` works; redirects are not followed. A request
+that fails or times out is retried with exponential backoff. If every retry fails, the case has no
+verdict; after many such cases in a row the endpoint is not asked any more. Requests, failures,
+tokens and their price are counted.
+
+Worker processes send the requests and are killed at the time limit, because a socket's own limit is
+for each read, and an endpoint may send one byte at a time.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import http.client
 import json
 import os
+import pickle
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from care_jax.rewards.worker_pool import WorkerPool
 
 _SYSTEM = (
     "You compare a model's answer with the reference answer of a question. Reply with 1 if it says "
@@ -26,7 +32,12 @@ _SYSTEM = (
 _KEY = "JUDGE_API_KEY"  # environment variable; a key never goes into a config
 _MAX_CHARS = 4000  # of an answer shown to the judge; the end is kept
 _MAX_BYTES = 1 << 20  # of a reply
+_MAX_SHOWN = 100  # characters of a reply in a message
+_MAX_TOKENS = 1 << 30  # counted for one reply
+_MAX_LOST = 16  # cases in a row without a verdict
 _FIRST_PAUSE = 1.0  # seconds
+# With these statuses the same request would fail again.
+_FINAL = frozenset(map(str, (*range(300, 400), 400, 401, 403, 404, 405, 422)))
 
 
 class Case(NamedTuple):
@@ -49,8 +60,10 @@ class Judge:
         prices: of a million prompt tokens and of a million completion tokens.
 
     Attributes:
+        name: the model and the url; verdicts of another name are those of another judge.
         counts: requests, retries, timeouts, failures (cases left without a verdict),
             prompt_tokens, completion_tokens.
+        problem: of the last request that failed; empty if none did.
 
     Raises:
         ValueError: the url does not start with http:// or https://.
@@ -71,10 +84,20 @@ class Judge:
                 f"evaluate.judge_url must start with http:// or https://, got {url!r}; give the "
                 "endpoint up to /chat/completions"
             )
+        self.name, self.problem = f"{model} at {url}", ""
         self._url, self._model = f"{url.rstrip('/')}/chat/completions", model
         self._timeout, self._num_retries = timeout, num_retries
         self._num_workers, self._prices = num_workers, prices
+        self._num_lost = 0  # cases since the last verdict
         self._lock = threading.Lock()
+        self._pool = WorkerPool(
+            pickle.dumps({"function": f"{__name__}:post"}),
+            num_workers=num_workers,
+            timeout=timeout,
+            environment=os.environ,
+            what="the client of the judge",
+            advice="install this package again",
+        )
         names = "requests retries timeouts failures prompt_tokens completion_tokens"
         self.counts: dict[str, int] = dict.fromkeys(names.split(), 0)
 
@@ -86,31 +109,39 @@ class Judge:
 
     def verdicts(self, cases: Sequence[Case]) -> list[bool | None]:
         """Whether each answer is correct; None if the judge gave no verdict."""
-        with concurrent.futures.ThreadPoolExecutor(self._num_workers) as pool:
-            return list(pool.map(self._verdict, cases))
+        try:
+            with concurrent.futures.ThreadPoolExecutor(self._num_workers) as threads:
+                return list(threads.map(self._verdict, cases))
+        finally:
+            self._pool.close()
 
     def _verdict(self, case: Case) -> bool | None:
         for trial in range(self._num_retries + 1):
+            if self._num_lost >= _MAX_LOST:
+                break
             if trial:
                 self._count("retries")
                 time.sleep(_FIRST_PAUSE * 2 ** (trial - 1))
             self._count("requests")
-            try:
-                reply = self._post(case)
-            except urllib.error.HTTPError as error:
-                if error.code in (400, 401, 403, 404):  # the same request would fail again
-                    break
-                continue
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                causes = error, getattr(error, "reason", None)
-                self._count("timeouts", any(isinstance(each, TimeoutError) for each in causes))
-                continue
-            if reply in ("0", "1"):
-                return reply == "1"
+            reply = self._pool.submit(self._url, self._body(case), self._timeout).result()
+            status, _, text = reply.get("text", next(iter(reply))).partition(" ")
+            if status == "200":
+                word, num_tokens = _read(text)
+                for name, number in num_tokens.items():
+                    self._count(name, number)
+                if word in ("0", "1"):
+                    self._num_lost = 0
+                    return word == "1"
+                text = f"neither 0 nor 1 but {word or text!r}"
+            self._count("timeouts", status == "timeout")
+            self.problem = f"{status} {text}".strip()[:_MAX_SHOWN]
+            if status in _FINAL:
+                break
+        self._num_lost += 1
         self._count("failures")
         return None
 
-    def _post(self, case: Case) -> str:
+    def _body(self, case: Case) -> bytes:
         text = (
             f"Question:\n{case.question}\n\nReference answer:\n{case.gold}\n\n"
             f"Model's answer:\n{case.answer[-_MAX_CHARS:]}"
@@ -121,19 +152,52 @@ class Judge:
             "temperature": 0,
             "max_tokens": 8,
         }
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get(_KEY):
-            headers["Authorization"] = f"Bearer {os.environ[_KEY]}"
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self._timeout) as response:
-            reply = json.loads(response.read(_MAX_BYTES))
-        try:
-            for name in ("prompt_tokens", "completion_tokens"):
-                self._count(name, int((reply.get("usage") or {}).get(name) or 0))
-            return str(reply["choices"][0]["message"]["content"]).strip().strip(".")
-        except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"no completion in {reply!r}") from error
+        return json.dumps(body).encode()
 
     def _count(self, name: str, number: int = 1) -> None:
         with self._lock:
             self.counts[name] += number
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the key to another host; it is an HTTPError instead."""
+
+    def redirect_request(self, *_) -> None:
+        return None
+
+
+def post(url: str, body: bytes, timeout: float) -> str:
+    """Sends a request, in a worker process: "200" and the reply, or what came in its place."""
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get(_KEY):
+        headers["Authorization"] = f"Bearer {os.environ[_KEY]}"
+    request = urllib.request.Request(url, body, headers)
+    try:
+        opener = urllib.request.build_opener(_NoRedirects)
+        with opener.open(request, timeout=timeout) as response:
+            return f"200 {response.read(_MAX_BYTES).decode(errors='replace')}"
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {' '.join(error.reason.split())}"
+    except OSError as error:
+        is_late = isinstance(getattr(error, "reason", error), TimeoutError)
+        return "timeout" if is_late else f"{type(error).__name__} {error}"
+
+
+def _read(text: str) -> tuple[str, dict[str, int]]:
+    """What the judge said, empty if that is no completion, and the tokens that it counts."""
+    try:
+        reply = json.loads(text)
+    except (ValueError, RecursionError):
+        return "", {}
+    usage = reply.get("usage") if isinstance(reply, dict) else None
+    counted = usage if isinstance(usage, dict) else {}
+    num_tokens = {
+        name: min(number, _MAX_TOKENS)
+        for name in ("prompt_tokens", "completion_tokens")
+        if isinstance(number := counted.get(name), int) and number > 0
+    }
+    try:
+        word = str(reply["choices"][0]["message"]["content"])
+    except (LookupError, TypeError):
+        word = ""
+    return word.strip().strip("."), num_tokens

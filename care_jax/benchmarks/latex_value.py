@@ -159,7 +159,7 @@ class _Reader:
         if token == "\\sqrt":
             index = self._group() if self.peek() == "[" else 2
             radicand = self._group()
-            return math.sqrt(radicand) if index == 2 else radicand ** (1 / index)
+            return math.sqrt(radicand) if index == 2 else _raise(radicand, 1 / index)
         if token in _FUNCTIONS:
             return self._function(token)
         raise _NoValue

@@ -16,6 +16,7 @@ import string
 from collections.abc import Sequence
 
 from care_jax.benchmarks import response
+from care_jax.rewards.equivalence import notation
 
 _PUNCTUATION = ",.!?;:'"
 _MARKER = "Answer:"
@@ -42,7 +43,9 @@ def parse_letter(answer: str, options: Sequence[str], *, has_marker: bool) -> st
     # The rules read the response unstripped, including trailing line breaks.
     if found := _by_rules(answer if answer.strip() == text else text, options, letters):
         return found
-    if (box := response.last_box(text)) is not None and box != text:
+    # Of boxes within boxes a short one is the innermost; a long one may hold any number.
+    box = response.last_box(text)
+    if box is not None and box != text and len(box) <= notation.MAX_CHARS:
         return parse_letter(box, options, has_marker=has_marker)
     lone = _LONE_LETTER.fullmatch(text)
     return lone.group(1).upper() if lone and lone.group(1).upper() in letters else ""

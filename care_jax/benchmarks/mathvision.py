@@ -28,7 +28,6 @@ _PHRASES = (
     "the correct answer is", "The correct answer is", "the answer should be",
     "The answer should be",
 )  # fmt: skip
-_BOX = re.compile(r"oxed\{(.*)\}", re.DOTALL)
 # The order matters: each removal changes what later ones match.
 _REMOVED = (
     " ", "\\,", "+\\infty", "\n", "\\text", "\\mbox", "\\left", "\\right", "^{\\circ}", "^\\circ",
@@ -94,8 +93,9 @@ def _settled(text: str) -> str:
 
 def _stripped(text: str) -> str:
     text = text.lower().replace("{}", "")
-    boxes = _BOX.findall(text)
-    text = boxes[-1] if boxes else text
+    _, box, content = text.partition("oxed{")
+    if box and "}" in content:
+        text = content.rpartition("}")[0]
     closing, opening = text.find("}"), text.find("{")
     if closing >= 0 and (opening < 0 or closing < opening):
         text = text[:closing]

@@ -29,6 +29,7 @@ _PHRASE = re.compile(
     r"(?:answer|option|choice)\**(?: is| would be| should be)?\s*:?\s*\**\s*(.+)", re.IGNORECASE
 )
 _LETTER = re.compile(r"[\W_]*([A-Z])(?![\w'])")
+_LARGE_EXPONENT = re.compile(r"[eE][-+]?[\d_]{4,}")  # as Fraction reads it
 _HINTS = {
     "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
     "float1": "requiring a floating-point number with one decimal place and provide the final "
@@ -128,7 +129,7 @@ def edit_distance(a: str, b: str) -> int:
 
 def _number(text: str, row: dict[str, Any]) -> str | None:
     """The number in the format of the gold answer; None if the text is not such a number."""
-    if len(text) > _MAX_EXTRACTION:
+    if len(text) > _MAX_EXTRACTION or _LARGE_EXPONENT.search(text):
         return None
     try:
         if row["answer_type"] == "float":
@@ -153,6 +154,8 @@ def _last_number(text: str) -> str:
 def _parse_list(text: str) -> str:
     found = re.findall(r"\[[^\[\]]*\]", text)
     try:
-        return str(list(ast.literal_eval(found[-1]))) if found else text
+        # The parser fails on deeply nested expressions, which only a long text has.
+        is_short = found and len(found[-1]) <= _MAX_EXTRACTION
+        return str(list(ast.literal_eval(found[-1]))) if is_short else text
     except (SyntaxError, ValueError, TypeError):
         return text

@@ -31,8 +31,9 @@ _INDICATORS = (
 _TRIVIAL = frozenset({":", ",", ".", "!", "?", ";", "'"})
 _NUMBERS = (
     re.compile(r"-?\b\d{1,3}(?:,\d{3})+\b"),
-    re.compile(r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
-    re.compile(r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
+    # A number begins at the first of its digits; without the lookbehind a search is quadratic.
+    re.compile(r"-?(?<!\d)\d+(?:\.\d+)?[eE][+-]?\d+"),
+    re.compile(r"-?(?:(?<!\d)\d+\.\d+|\.\d+|(?<!\d)\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
 )
 
 

@@ -48,26 +48,26 @@ class Verdict(NamedTuple):
     Attributes:
         accs: of each response, 1.0 for a success, 0.0 for a failure, None if it was not judged.
         is_parsed: whether all have an answer.
-        acc_judged: mean over the responses after a `judge.Judge`; None if it gave no verdict.
         more: further fields of the sample.
     """
 
     accs: Sequence[float | None]
     is_parsed: bool
-    acc_judged: float | None = None
     more: Mapping[str, Any] = {}
 
 
 class Questions(NamedTuple):
     """Questions, held-out or of a benchmark, and how they are scored.
 
-    `verdicts` returns one per answered question, `categories` the categories of a sample.
+    `verdicts` returns one per answered question, `categories` the categories of a sample. `judged`
+    returns samples with the verdicts of a judge that they lack.
     """
 
     name: str
     examples: Sequence[Example]
     verdicts: Callable[[Answers], list[Verdict]]
     categories: Callable[[Sample], list[str]]
+    judged: Callable[[Sequence[Sample]], list[Sample]] = list
 
 
 def samples_of(answers: Answers, verdicts: Sequence[Verdict]) -> list[Sample]:
@@ -131,7 +131,7 @@ def _sample(
         "target_hash": _hash(answer_text(example.answer)),
         "acc": sum(judged) / len(texts) if len(judged) == len(texts) else None,
         **({"accs": list(verdict.accs)} if len(texts) > 1 else {}),
-        "acc_judged": verdict.acc_judged,
+        "acc_judged": None,
         "is_parsed": verdict.is_parsed,
         "is_complete": is_complete,
         "is_dropped": False,

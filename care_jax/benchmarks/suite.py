@@ -16,14 +16,14 @@ import functools
 import io
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from PIL import Image
 
 from care_jax.batch import Example, Unusable
-from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro, response
+from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.rows import gold_of
 from care_jax.benchmarks.samples import Answers, Questions, Sample, Verdict
@@ -119,9 +119,9 @@ class Benchmark(Sequence[Example]):
         )
 
     def questions(self, judge: Judge | None) -> Questions:
-        """The questions and their scoring, by rules and an optional judge, see `verdicts`."""
-        verdicts = functools.partial(self.verdicts, judge=judge)
-        return Questions(self.name, self, verdicts, self.categories)
+        """The questions and their scoring, by rules and an optional judge."""
+        judged = functools.partial(self.judged, judge=judge)
+        return Questions(self.name, self, self.verdicts, self.categories, judged)
 
     def categories(self, sample: Sample) -> list[str]:
         """The values of the fields `Release.groups`, and each skill of MathVista."""
@@ -133,27 +133,53 @@ class Benchmark(Sequence[Example]):
         names = [name for name in self.release.groups if fields.get(name) not in (None, "")]
         return groups + [f"{name}/{fields[name]}" for name in names]
 
-    def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
-        """Verdicts of the rules, and of a judge on free answers that are parsed but wrong."""
-        scorer, verdicts, cases = self.scorer, [], {}
-        columns = answers.indices, answers.texts, answers.examples
-        for number, (index, texts, example) in enumerate(zip(*columns, strict=True)):
+    def verdicts(self, answers: Answers) -> list[Verdict]:
+        """Verdicts of the rules."""
+        scorer, verdicts = self.scorer, []
+        for index, texts in zip(answers.indices, answers.texts, strict=True):
             row = self.rows[index]
             accs = [float(scorer.is_correct(text, row)) for text in texts]
-            is_parsed = [scorer.parse(text, row) is not None for text in texts]
-            verdicts.append(Verdict(accs, all(is_parsed)))
-            for sample, text in enumerate(texts):
-                if is_parsed[sample] and not accs[sample] and not example.choices:
-                    case = Case(example.question, example.answer, response.unwrap(text))
-                    cases[number, sample] = case
-        words = judge.verdicts(list(cases.values())) if judge is not None else [None] * len(cases)
-        judged: dict[int, list[float]] = {}
-        for (number, sample), word in zip(cases, words, strict=True):
-            if word is not None:
-                judged.setdefault(number, list(verdicts[number].accs))[sample] = float(word)
-        for number, accs in judged.items():
-            verdicts[number] = verdicts[number]._replace(acc_judged=sum(accs) / len(accs))
+            is_parsed = all(scorer.parse(text, row) is not None for text in texts)
+            verdicts.append(Verdict(accs, is_parsed))
         return verdicts
+
+    def judged(self, samples: Sequence[Sample], judge: Judge | None) -> list[Sample]:
+        """The samples with the verdicts of a judge on free answers that are parsed but wrong.
+
+        Their field `judges` has the verdicts of each judge so far, by its name, on each response:
+        null if it was not asked or failed. What a judge has said it is not asked again.
+        `acc_judged` is the accuracy after this judge; None if there is no verdict of it.
+        """
+        if judge is None:
+            return [sample | {"acc_judged": None} for sample in samples]
+        said = [
+            list(sample.get("judges", {}).get(judge.name) or [None] * len(sample["resps"]))
+            for sample in samples
+        ]
+        cases = {
+            (number, index): Case(
+                sample["input"], sample["target"], sample["filtered_resps"][index]
+            )
+            for number, sample in enumerate(samples)
+            for index in self._free_and_wrong(sample)
+            if said[number][index] is None
+        }
+        for (number, index), word in zip(cases, judge.verdicts([*cases.values()]), strict=True):
+            said[number][index] = word
+        return [
+            _with_verdicts(sample, judge.name, words)
+            for sample, words in zip(samples, said, strict=True)
+        ]
+
+    def _free_and_wrong(self, sample: Sample) -> Iterator[int]:
+        """The responses to a question without options that have an answer, but a wrong one."""
+        row = self.rows[sample["doc_id"]]
+        if self.scorer.question(row).options:
+            return
+        accs = sample.get("accs", [sample["acc"]])
+        for index, (text, acc) in enumerate(zip(sample["resps"], accs, strict=True)):
+            if not acc and self.scorer.parse(text, row) is not None:
+                yield index
 
     def _image(self, row: Row, field: str) -> Image.Image:
         # `image` is the path of the image in `decoded_image`; JSON lines have only the path.
@@ -169,6 +195,17 @@ class Benchmark(Sequence[Example]):
             )
         with image:
             return image.convert("RGB")  # as the official harness does
+
+
+def _with_verdicts(sample: Sample, judge: str, words: list[bool | None]) -> Sample:
+    if all(word is None for word in words):
+        return sample | {"acc_judged": None}
+    accs = sample.get("accs", [sample["acc"]])
+    judged = [acc if word is None else word for acc, word in zip(accs, words, strict=True)]
+    return sample | {
+        "acc_judged": sum(judged) / len(judged),
+        "judges": sample.get("judges", {}) | {judge: words},
+    }
 
 
 def _id_of(row: Row) -> str:

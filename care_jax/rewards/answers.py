@@ -22,6 +22,7 @@ from care_jax.rewards.symbolic import Question, SymbolicPool
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
+_MAX_UNITS = 8  # at the end of an answer
 
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
 _DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
@@ -131,26 +132,29 @@ def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
 
 
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Question:
-    if notation.key(prediction) == notation.key(gold):
-        return "equal: same text"
-    if bool(_DOUBLED_SIGN.search(prediction)) != bool(_DOUBLED_SIGN.search(gold)):
-        return "different: a doubled sign"
-    decided, rule = _compare_parts(prediction, gold, limits)
-    if decided is not None:
-        if rule == "number" and limits.tolerance:
-            within = f"within {100 * limits.tolerance:g}%"
-            return f"equal: number {within}" if decided else f"different: no number {within}"
-        return _outcome(decided, rule)
-    split = [quantities.split_unit(text) for text in (prediction, gold)]
-    (body, unit), (gold_body, gold_unit) = split
-    # In `\pi r^2 h` the last letter is a variable.
-    if not any(len(name) == 1 and formulas.has_variable(rest) for rest, name in split):
+    for _ in range(_MAX_UNITS):
+        if notation.key(prediction) == notation.key(gold):
+            return "equal: same text"
+        if bool(_DOUBLED_SIGN.search(prediction)) != bool(_DOUBLED_SIGN.search(gold)):
+            return "different: a doubled sign"
+        decided, rule = _compare_parts(prediction, gold, limits)
+        if decided is not None:
+            if rule == "number" and limits.tolerance:
+                within = f"within {100 * limits.tolerance:g}%"
+                return f"equal: number {within}" if decided else f"different: no number {within}"
+            return _outcome(decided, rule)
+        split = [quantities.split_unit(text) for text in (prediction, gold)]
+        (body, unit), (gold_body, gold_unit) = split
+        # In `\pi r^2 h` the last letter is a variable.
+        if any(len(name) == 1 and formulas.has_variable(rest) for rest, name in split):
+            break
         if unit and gold_unit and unit != gold_unit:
             return "different: another unit"
         if limits.units_matter and bool(unit) != bool(gold_unit):
             return "different: a unit on one side"
-        if (body, gold_body) != (prediction, gold):
-            return _compare_clean(body, gold_body, limits)
+        if (body, gold_body) == (prediction, gold):
+            break
+        prediction, gold = body, gold_body
     return _ask(prediction, gold, limits)
 
 

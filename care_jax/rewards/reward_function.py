@@ -46,10 +46,13 @@ def load_reward(name: str) -> RewardFunction:
         if not function:
             raise ImportError("no function is named")
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:
+        reason = (
+            error if isinstance(error, ImportError | AttributeError | ValueError) else repr(error)
+        )
         raise ValueError(
             f"expected verifier.reward as module:function on the Python path, got {name!r} "
-            f"({error}); correct it, run in the folder of the module, or set PYTHONPATH"
+            f"({reason}); correct it, run in the folder of the module, or set PYTHONPATH"
         ) from error
     check_reward(found, f"verifier.reward {name!r}")
     return found

@@ -3,17 +3,23 @@
 Calls come on standard input and replies go to standard output, in frames with a length prefix. An
 `async def` function is awaited for several calls at once. No module of this project is imported
 before the first frame has set `sys.path`.
+
+The worker is the leader of a session, so that the processes that a function starts end with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
 import os
+import pathlib
 import pickle
 import queue
+import reprlib
+import resource
 import signal
 import struct
 import sys
@@ -23,7 +29,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct("<QQ")  # number of the call, bytes that follow
+MAX_BYTES = 1 << 24  # of a reply
 _MAX_CHARS = 200  # of a wrong result, in a message
+_MAX_TRACEBACK = 10_000  # characters; its middle is left out
 _Reply = Callable[[int, dict[str, Any]], None]
 
 
@@ -42,10 +50,22 @@ def main() -> None:
     # its standard input.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    lock = threading.Lock()
+    lock, this_process = threading.Lock(), os.getpid()
+
+    def leave_to_parent() -> None:
+        """Closes the pipes in a process that the function forked, or their end would not show."""
+        for file in (calls, replies):
+            os.dup2(null, file.fileno())
+
+    os.register_at_fork(after_in_child=leave_to_parent)
 
     def reply(number: int, content: dict[str, Any]) -> None:
+        if os.getpid() != this_process:  # the function forked, and both processes returned
+            os._exit(0)
         text = json.dumps(content).encode()
+        if len(text) > MAX_BYTES:
+            problem = f"ValueError: a result of {len(text)} bytes, above {MAX_BYTES}"
+            text = json.dumps({"error": problem, "name": "ValueError"}).encode()
         with lock:
             replies.write(HEADER.pack(number, len(text)) + text)
             replies.flush()
@@ -53,6 +73,7 @@ def main() -> None:
     try:
         settings = json.loads(_read(calls)[1])
         sys.path[:] = settings["path"]
+        _limit_memory(settings["memory"])
         # Unpickling imports the modules that calls need, outside their time limit.
         loaded = pickle.loads(_read(calls)[1])
         function = loaded.get("function") or loaded["maker"]
@@ -69,6 +90,15 @@ def main() -> None:
         asyncio.run(_serve_async(function, settings["timeout"], calls, reply))
     else:
         _serve(function, calls, reply)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Makes allocations fail beyond that, and has the system end this process before the run."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    with contextlib.suppress(OSError):  # not on Linux
+        pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def is_async(function: Callable) -> bool:
@@ -113,7 +143,7 @@ async def _serve_async(function: Callable, timeout: float, calls: BinaryIO, repl
 
 
 def _read_ahead(calls: BinaryIO, deliver: Callable[[int, bytes], object]) -> None:
-    """Delivers calls from a thread, which ends the process when standard input is closed.
+    """Delivers calls from a thread, which ends the session when standard input is closed.
 
     A worker whose function hangs therefore also ends with the run.
     """
@@ -123,7 +153,7 @@ def _read_ahead(calls: BinaryIO, deliver: Callable[[int, bytes], object]) -> Non
             while True:
                 deliver(*_read(calls))
         except BaseException:
-            os._exit(0)
+            os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=read, daemon=True).start()
 
@@ -138,14 +168,14 @@ def _read(calls: BinaryIO) -> tuple[int, bytes]:
 
 def _plain(result: Any) -> dict[str, Any]:
     """The result in JSON types: `text`, or `rows` of components; and its `repr` for messages."""
-    content: dict[str, Any] = {"result": repr(result)[:_MAX_CHARS]}
+    content: dict[str, Any] = {"result": _shown(result)}
     if isinstance(result, str):
         content["text"] = result
     elif isinstance(result, list | tuple):
         content["rows"] = [
             {str(name): _number(value) for name, value in row.items()}
             if isinstance(row, Mapping)
-            else repr(row)[:_MAX_CHARS]
+            else _shown(row)
             for row in result
         ]
     return content
@@ -154,16 +184,29 @@ def _plain(result: Any) -> dict[str, Any]:
 def _number(value: Any) -> float | str:
     try:
         return float(value)
-    except (TypeError, ValueError):
-        return repr(value)[:_MAX_CHARS]
+    except Exception:  # of an object's own method, too
+        return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    """The `repr` of a value, shortened, also of one whose `repr` fails."""
+    shortened = reprlib.Repr()
+    shortened.maxstring = shortened.maxother = _MAX_CHARS
+    return shortened.repr(value)[:_MAX_CHARS]
 
 
 def _failure(error: BaseException) -> dict[str, str]:
     """The traceback, without the frame of this module that called the function."""
-    frames = error.__traceback__
+    name, frames = type(error).__name__[:_MAX_CHARS], error.__traceback__
     frames = frames and (frames.tb_next or frames)
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return {"error": text, "name": type(error).__name__}
+    try:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+    except Exception:  # of an error that cannot be shown
+        text = "".join([*traceback.format_tb(frames), name])
+    if len(text) > _MAX_TRACEBACK:
+        text = f"{text[: _MAX_TRACEBACK // 2]}\n...\n{text[-_MAX_TRACEBACK // 2 :]}"
+    # Lone surrogates cannot be printed.
+    return {"error": text.encode("utf-8", "backslashreplace").decode(), "name": name}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -57,22 +58,25 @@ class WorkerPool:
         advice: str,
     ):
         path = [os.path.abspath(entry) for entry in sys.path]  # "" is the current folder
-        self.boot = json.dumps({"path": path, "timeout": timeout}).encode(), function
+        settings = {"path": path, "timeout": timeout, "memory": memory() // 2}  # half for the run
+        self.boot = json.dumps(settings).encode(), function
         self.limit = timeout + (_GRACE_SECONDS if concurrency else 0.0)  # of a reply
         self.environment, self.what, self.advice = environment, what, advice
         self._num_workers, self._concurrency = num_workers, max(concurrency, 1)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._is_started = threading.Event()
+        self._lock = threading.Lock()
 
     def submit(self, *arguments: Any) -> concurrent.futures.Future[Reply]:
-        """Calls the function; does not wait for the reply."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=lambda: asyncio.run(self._main()), name="workers", daemon=True
-            )
-            self._thread.start()
-            self._is_started.wait()
+        """Calls the function, from any thread; does not wait for the reply."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=lambda: asyncio.run(self._main()), name="workers", daemon=True
+                )
+                self._thread.start()
+                self._is_started.wait()
         return asyncio.run_coroutine_threadsafe(self._call(pickle.dumps(arguments)), self._loop)
 
     def close(self) -> None:
@@ -158,23 +162,30 @@ class _Worker:
             replies.pop(number, None)
 
     async def stop(self) -> None:
-        """Kills the process, if there is one."""
+        """Kills the process, if there is one, and those that it started."""
         process, self.process, self._is_alive = self.process, None, False
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            if process.returncode is None:
+                _kill_session(process.pid)
             await process.wait()
 
     async def _start(self) -> None:
         await self.stop()
         pool = self._pool
-        # -P keeps this folder off the worker's path, which the first frame sets.
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", str(pathlib.Path(worker.__file__))),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=pool.environment,
-        )
+        try:
+            # -P keeps this folder off the worker's path, which the first frame sets.
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", str(pathlib.Path(worker.__file__))),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=pool.environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ValueError(
+                f"a worker process for {pool.what} could not start: {error}; free memory, or allow "
+                "more processes and files"
+            ) from error
         for frame in pool.boot:
             self._send(0, frame)
         assert self.process.stdout is not None
@@ -194,29 +205,50 @@ class _Worker:
                 f"{answer['error']}"
             )
         self._replies, self._is_alive = {}, True
-        self._reader = asyncio.create_task(
-            self._resolve_replies(self.process.stdout, self._replies)
-        )
+        self._reader = asyncio.create_task(self._resolve_replies(self.process, self._replies))
 
     async def _resolve_replies(
-        self, stream: asyncio.StreamReader, replies: dict[int, asyncio.Future[Reply | None]]
+        self,
+        process: asyncio.subprocess.Process,
+        replies: dict[int, asyncio.Future[Reply | None]],
     ) -> None:
         """Sets the futures of replies, and at the process's end the remaining ones to None."""
-        with contextlib.suppress(asyncio.IncompleteReadError):
+        stream = process.stdout
+        assert stream is not None
+        # A function that writes to all open files may write what is no reply.
+        with contextlib.suppress(asyncio.IncompleteReadError, ValueError, RecursionError):
             while True:
                 number, reply = await _read(stream)
                 if number in replies and not replies[number].done():
                     replies[number].set_result(reply)
         if replies is self._replies:
             self._is_alive = False
+            if self.process is process:
+                _kill_session(process.pid)
         for future in replies.values():
             if not future.done():
                 future.set_result(None)
+        while await stream.read(1 << 16):  # the process ends only once its pipe is read
+            pass
 
     def _send(self, number: int, content: bytes) -> None:
         assert self.process is not None and self.process.stdin is not None
         # Writing to a dead process has no effect; `_resolve_replies` sees its end.
         self.process.stdin.write(worker.HEADER.pack(number, len(content)) + content)
+
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def memory() -> int:
+    """Bytes of memory that this process may use, by the machine and the container that it is in."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int((pathlib.Path("/sys/fs/cgroup") / name).read_text()))
+    return min(limits)
 
 
 async def _is_done(future: asyncio.Future, seconds: float) -> bool:
@@ -229,4 +261,6 @@ async def _is_done(future: asyncio.Future, seconds: float) -> bool:
 
 async def _read(stream: asyncio.StreamReader) -> tuple[int, Reply]:
     number, size = worker.HEADER.unpack(await stream.readexactly(worker.HEADER.size))
+    if size > worker.MAX_BYTES:
+        raise ValueError(f"expected a reply of at most {worker.MAX_BYTES} bytes, got {size}")
     return number, json.loads(await stream.readexactly(size))

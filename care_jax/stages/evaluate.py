@@ -4,7 +4,8 @@ The verifier judges held-out questions, as in training. Each benchmark is scored
 rules; optionally, a language model judges the free-form answers that the rules call wrong.
 
 Samples are written during decoding, each with a digest of the weights and settings that it depends
-on. A restarted evaluation decodes only the questions without a sample of that digest.
+on. A restarted evaluation decodes only the questions without a sample of that digest, and asks a
+judge only about answers without its verdict.
 
 With `evaluate.num_samples` above 1 a question's accuracy is the mean over its samples, and pass@k
 is estimated from them.
@@ -43,6 +44,8 @@ from care_jax.run.terminal import how_decoded
 from care_jax.run.versions import versions
 from care_jax.stages.answering import Decode, compile_answering, decode_batches, make_decoder
 from models import backbone
+
+_NUM_JUDGED = 256  # kept samples that are judged anew before they are written
 
 
 def open_benchmarks(config: ConfigDict) -> list[Benchmark]:
@@ -192,7 +195,12 @@ class Evaluator:
         results["settings"] = settings
         if judge is not None:
             # Only since this process started: resumed samples were judged, and paid for, before.
-            results["judge"] = judge.counts | {"cost": judge.cost}
+            results["judge"] = {"name": judge.name, **judge.counts, "cost": judge.cost}
+            if lost := judge.counts["failures"]:
+                print_line(
+                    f"the judge gave no verdict on {lost} answers ({judge.problem}); run again "
+                    "with the same workdir to ask it about these"
+                )
         markdown = scoreboard.to_markdown(results)
         if jax.process_index() == 0:
             text = json.dumps(results, indent=2, ensure_ascii=False)
@@ -221,7 +229,7 @@ def _label(name: str, step: int | None) -> str:
 
 
 def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
-    """What samples of all benchmarks depend on: weights, prompts, sampling and judge."""
+    """What samples of all benchmarks depend on: weights, prompts and sampling."""
     config = run.config
     sampling = {key: config.evaluate[key] for key in ("temperature", "top_p", "num_samples")}
     prompts = ("min_pixels", "max_pixels", "system_prompt", "instruction", "think_tag")
@@ -231,7 +239,6 @@ def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
         "max_response_tokens": config.evaluate.max_response_tokens,
         "buckets": [list(bucket) for bucket in run.policy.prompts.buckets],
         **{key: config.data[key] for key in prompts},
-        "judge": [config.evaluate.judge_url, config.evaluate.judge_model],
         **(sampling | {"seed": config.seed} if sampling["temperature"] else {}),
     }
 
@@ -263,9 +270,16 @@ def _answer(
         )
     if is_writer:
         write_whole(path, "".join(map(to_line, kept)))
+    for start in range(0, len(samples), _NUM_JUDGED):
+        chunk = slice(start, start + _NUM_JUDGED)
+        if samples[chunk] != (judged := _judged_anew(questions, samples[chunk])):
+            samples[chunk] = judged
+            if is_writer:
+                write_whole(path, "".join(map(to_line, samples)))
     with path.open("a", encoding="utf-8") if is_writer else contextlib.nullcontext() as out:
         for answers in decode_batches(run, decode, questions.examples, done, label):
-            parts = distributed.gather_json(samples_of(answers, questions.verdicts(answers)))
+            mine = questions.judged(samples_of(answers, questions.verdicts(answers)))
+            parts = distributed.gather_json(mine)
             fresh = [sample | {"settings": digest} for part in parts for sample in part]
             fresh.sort(key=lambda sample: sample["doc_id"])
             samples += fresh
@@ -281,3 +295,11 @@ def _answer(
             f"{run.policy.prompts.buckets}; enlarge them or lower data.max_pixels"
         )
     return samples
+
+
+def _judged_anew(questions: Questions, samples: list[Sample]) -> list[Sample]:
+    """The samples with the verdicts of a judge that they lack; each process asks for its share."""
+    mine = questions.judged(samples[jax.process_index() :: jax.process_count()])
+    parts = distributed.gather_json(mine)
+    judged = {sample["doc_id"]: sample for part in parts for sample in part}
+    return [judged[sample["doc_id"]] for sample in samples]

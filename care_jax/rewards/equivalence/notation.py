@@ -2,7 +2,7 @@
 
 Works on text only and evaluates nothing. Every scan is linear in the length of the text: whitespace
 is collapsed first, patterns have no nested repetition over the same characters, and answers are
-truncated to `MAX_CHARS`.
+truncated to `MAX_CHARS`, before and after Unicode normalisation, which can lengthen them.
 """
 
 from __future__ import annotations
@@ -128,16 +128,22 @@ def clean(text: str) -> str:
     if "\\boxed" in text or "\\fbox" in text:
         text = _unbox(text)
     if len(text) > MAX_CHARS:
-        return f"{text[:MAX_CHARS]}\N{HORIZONTAL ELLIPSIS}{len(text)}"
+        return _truncated(text)
     text = _formula_of_sentence(_PREFIX.sub("", text, count=1))
     text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(_TRANSLATION)
     # A vulgar fraction after a digit is a mixed number: 5½ is "5 1/2", not "51/2".
     text = "".join(f" {c}" if unicodedata.numeric(c, 0) % 1 else c for c in text)
     text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
     text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
+    if len(text) > MAX_CHARS:
+        return _truncated(text)
     for pattern, replacement in _REWRITTEN:
         text = re.sub(pattern, replacement, text)
     return _undecorated(" ".join(text.split()))
+
+
+def _truncated(text: str) -> str:
+    return f"{text[:MAX_CHARS]}\N{HORIZONTAL ELLIPSIS}{len(text)}"
 
 
 def _undecorated(text: str) -> str:

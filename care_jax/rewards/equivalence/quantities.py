@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 _MAX_BRACKETS = 12  # around a number
 _MAX_DIGITS = 60  # limit on digits and on |power of ten|, so that Fractions stay small
+_MAX_SCALES = 3  # words such as "million" after a number
 
 _DECIMAL = r"(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)?(?:\.\d*)?"
 _SCIENTIFIC = re.compile(
@@ -94,10 +95,11 @@ def read_number(text: str) -> Number | None:
         return None
     value, end = read
     tail = body[end:].strip()
-    while scale := _SCALE.match(tail):
-        whole, part = scale.groups()
-        value = value * _SCALES[whole] if whole else value / _PARTS[part]
-        tail = tail[scale.end() :]
+    for _ in range(_MAX_SCALES):
+        if scale := _SCALE.match(tail):
+            whole, part = scale.groups()
+            value = value * _SCALES[whole] if whole else value / _PARTS[part]
+            tail = tail[scale.end() :]
     is_percent = tail.startswith("%")
     unit = _read_unit(tail[is_percent:].strip())
     # In 4xyz and 4abc the word after the number is a product of variables.

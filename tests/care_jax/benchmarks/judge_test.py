@@ -1,7 +1,10 @@
 """The judge against a local endpoint that answers, fails and falls silent as told."""
 
+import gzip
 import http.server
+import itertools
 import json
+import socketserver
 import threading
 import time
 
@@ -97,6 +100,124 @@ def test_a_silent_endpoint_times_out(endpoint):
     assert judge.verdicts([case("a"), case("b")]) == [True, None]
     assert time.monotonic() - start < 5.0
     assert (judge.counts["timeouts"], judge.counts["failures"]) == (3, 1)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+RIGHT = b'{"choices": [{"message": {"content": "1"}}]}'
+
+
+def repeated(start, part, pause=0.0):
+    """What has no end."""
+    yield start
+    while True:
+        time.sleep(pause)
+        yield part
+
+
+def whole(body, head=HEAD):
+    return [head + b"Content-Length: %d\r\n\r\n" % len(body) + body]
+
+
+# What an endpoint sends, by the answer that it is asked about. Only the first is a verdict.
+REPLIES = {
+    "right": lambda: whole(RIGHT),
+    "nothing": lambda: [],
+    "a byte at a time": lambda: repeated(HEAD + b"\r\n", b" ", 0.1),
+    "a header at a time": lambda: repeated(HEAD, b"X: y\r\n", 0.1),
+    "interim responses": lambda: repeated(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a header without end": lambda: repeated(HEAD, b"x" * 4096),
+    "chunks without end": lambda: repeated(
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"
+    ),
+    "a trailer without end": lambda: repeated(
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n"
+    ),
+    "gigabytes": lambda: repeated(HEAD + b"\r\n", b" " * (1 << 20)),
+    "an end in the middle": lambda: [HEAD + b"Content-Length: 45\r\n\r\n" + RIGHT[:20]],
+    "no JSON": lambda: whole(b"<html>1</html>"),
+    "nested JSON": lambda: whole(b"[" * 100_000),
+    "compressed JSON": lambda: whole(gzip.compress(RIGHT), HEAD + b"Content-Encoding: gzip\r\n"),
+    "another type": lambda: whole(b'{"choices": [{"message": {"content": [1]}}]}'),
+    "no HTTP": lambda: [b"\0" * 1000],
+}
+
+
+@pytest.fixture
+def hostile():
+    """The url of an endpoint that answers as in REPLIES."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            asked = b""
+            while not asked.endswith(b"}"):
+                asked += self.request.recv(1 << 16)
+            answer = json.loads(asked.partition(b"\r\n\r\n")[2])["messages"][1]["content"]
+            try:
+                for part in REPLIES[answer.rpartition("\n")[2]]():
+                    self.request.sendall(part)
+            except OSError:  # the other side has hung up
+                pass
+
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_whatever_an_endpoint_sends_costs_one_verdict_alone(hostile, monkeypatch):
+    monkeypatch.setattr(judge_module, "_MAX_LOST", len(REPLIES))
+    judge = Judge(hostile, "m", timeout=1.0, num_retries=0, num_workers=4)
+    found = judge.verdicts([case(answer) for answer in (*REPLIES, "right")])
+    assert found == [True, *[None] * (len(REPLIES) - 1), True]
+    assert judge.counts["failures"] == len(REPLIES) - 1
+
+
+def test_a_redirect_is_not_followed(endpoint, monkeypatch):
+    """It would take the question, and the key, to whom nobody named."""
+    url, plan, seen = endpoint
+    plan |= {"a": ["1"]}
+    head = b"HTTP/1.1 302 Found\r\nLocation: %s\r\n"
+    places = ("ftp://127.0.0.1/", "file:///etc/hosts", f"{url}/chat/completions")
+    for place in places:
+        monkeypatch.setitem(REPLIES, place, lambda place=place: whole(b"", head % place.encode()))
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            while not self.request.recv(1 << 16).endswith(b"}"):
+                pass
+            self.request.sendall(b"".join(REPLIES[next(turn)]()))
+
+    turn = itertools.cycle(places)
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        judge = Judge(f"http://127.0.0.1:{server.server_address[1]}/v1", "m", num_workers=1)
+        assert judge.verdicts([case("a")] * 3) == [None] * 3
+        server.shutdown()
+    assert judge.counts["requests"] == 3 and not seen  # a redirect would come again, so once each
+    assert judge.problem == "302 Found"
+
+
+@pytest.mark.parametrize("number", ["1e400", "-5", '"many"', "[]", "1" + "0" * 4000, "NaN", "true"])
+def test_tokens_that_are_no_number_cost_no_verdict(endpoint, number):
+    url, plan, _ = endpoint
+    usage = f'"usage": {{"prompt_tokens": {number}, "completion_tokens": 2}}'
+    plan |= {"a": [f'{{{usage}, "choices": [{{"message": {{"content": "1"}}}}]}}']}
+    judge = Judge(url, "m", prices=(1.0, 1.0), num_workers=1, num_retries=0)
+    assert judge.verdicts([case("a")]) == [True]
+    assert 0 <= judge.cost <= 2 << 30
+
+
+def test_an_endpoint_that_gives_no_verdict_is_left_alone_after_some_cases(endpoint, monkeypatch):
+    url, plan, seen = endpoint
+    monkeypatch.setattr(judge_module, "_MAX_LOST", 3)
+    plan |= {"a": [429] * 2 + ["1"] + [429] * 100}
+    judge = Judge(url, "m", num_retries=1, num_workers=1)
+    assert judge.verdicts([case("a")] * 9) == [None, True, *[None] * 7]
+    assert judge.counts["requests"] == len(seen) == 2 + 1 + 3 * 2
+    assert judge.counts["failures"] == 8
+    assert judge.problem == "429 Too Many Requests"
 
 
 def test_nobody_at_the_url_is_a_failure_not_an_exception():

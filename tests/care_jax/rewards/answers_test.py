@@ -240,12 +240,15 @@ def test_symbolic_comparison_is_reached_through_is_equivalent():
 @pytest.mark.parametrize(
     "text",
     [" " * 200_000, "\\boxed{" * 50_000, "1,111" * 40_000, "$" * 100_001, "a b " * 50_000,
-     "answer is " * 20_000, "\\text{" * 50_000, "(" * 100_000, "1 000 " * 30_000],
+     "answer is " * 20_000, "\\text{" * 50_000, "(" * 100_000, "1 000 " * 30_000,
+     "x+y " + "cm " * 600, "x+y" + " ㎝" * 900, "°" * 1900, "\ufdfa" * 1900, "√1" * 900,
+     "1/3 " + "trillion " * 200],
 )  # fmt: skip
 def test_reading_is_linear_in_the_length_of_the_text(text):
     start = time.process_time()
     compare(text, "7", choices=("7", "8"))
     compare(text, "5\\sqrt{3}")
+    compare(text, text + "z")
     extract_answer(text)
     clean(text)
     assert time.process_time() - start < 3.0

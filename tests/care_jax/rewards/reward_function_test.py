@@ -50,6 +50,15 @@ def test_a_function_that_cannot_be_called_is_refused(rewards, name, message):
         load_reward(name)
 
 
+@pytest.mark.parametrize("source", ["1 / 0", "raise SystemExit", "def f(", "import no_such_module"])
+def test_a_module_that_cannot_be_imported_is_refused_in_one_line(tmp_path, monkeypatch, source):
+    (tmp_path / "broken_rewards.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"expected verifier\.reward as") as refused:
+        load_reward("broken_rewards:f")
+    assert "\n" not in str(refused.value)
+
+
 def test_whatever_takes_three_arguments_is_a_function():
     check_reward(functools.partial(lambda a, b, c, d: None, 0), "reward")
     check_reward(lambda *arguments: None, "reward")

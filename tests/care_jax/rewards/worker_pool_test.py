@@ -7,6 +7,7 @@ of this file.
 import asyncio
 import concurrent.futures
 import os
+import pathlib
 import threading
 import time
 import zipfile
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.rewards import worker_pool
+from care_jax.rewards import worker, worker_pool
 from care_jax.rewards.reward_function import RewardPool
 
 EXAMPLE = Example("0", "made", (), "?", [0, 0, 4, 4], extra={"unit": "cm"})
@@ -139,6 +140,115 @@ def test_a_lost_group_costs_no_other_its_reward(make_pool, monkeypatch, function
     assert all(isinstance(pid, int) for pid in others)
     is_alive = outcome not in ("crash", "timeout")
     assert (others[-1] == first) == is_alive
+
+
+# Each ends its process, or is killed at its time limit, and leaves nothing behind that the pool
+# would wait for.
+ENDS = {
+    "a child that keeps the pipes": (
+        "if not os.fork():\n  time.sleep(60)\n  os._exit(0)\ntime.sleep(60)",
+        "timeout",
+    ),
+    "a child in a session of its own": (
+        "if not os.fork():\n  os.setsid()\n  time.sleep(60)\n  os._exit(0)\nos._exit(1)",
+        "crash",
+    ),
+    "a program": ("import subprocess\nsubprocess.run(['sleep', '60'])", "timeout"),
+    "its process group": ("os.killpg(0, 9)", "crash"),
+    "all files are closed": ("os.closerange(0, 99)", "crash"),
+    "what is no reply": (
+        "for file in range(3, 20):\n  try: os.write(file, b'\\xff' * 1000)\n  except OSError: pass",
+        "crash",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "outcome"), ENDS.values(), ids=ENDS)
+def test_a_call_that_breaks_its_process_is_lost_alone(make_pool, program, outcome):
+    pool = make_pool(timeout=1.0)
+    (first,) = map(kind_of, ask(pool, "pass"))
+    lost, last = map(kind_of, ask(pool, f"import time\n{program}", "pass"))
+    assert lost == outcome
+    assert isinstance(last, int) and last != first
+
+
+def test_the_processes_that_a_function_started_end_with_its_own(make_pool, tmp_path):
+    program = f"""
+import subprocess
+child = subprocess.Popen(['sleep', '60'])
+open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))
+while True: pass
+"""
+    assert list(map(kind_of, ask(make_pool(timeout=1.0), program))) == ["timeout"]
+    pid = int((tmp_path / "pid").read_text())
+    state = pathlib.Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not state.exists() or state.read_text().split()[2] == "Z":  # nobody waits for it
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} goes on")
+
+
+def test_a_child_that_returns_does_not_answer(make_pool):
+    pool = make_pool()
+    (first,) = map(kind_of, ask(pool, "pass"))
+    assert list(map(kind_of, ask(pool, "os.fork()", "pass", "pass"))) == [first] * 3
+
+
+def test_memory_is_limited(make_pool, monkeypatch):
+    monkeypatch.setattr(worker_pool, "memory", lambda: 4 << 30)
+    pool = make_pool()
+    kinds = list(map(kind_of, ask(pool, "bytearray(3 << 30)", "pass")))
+    assert kinds[0] == "MemoryError" and isinstance(kinds[1], int)
+    assert worker_pool.memory() > 0
+
+
+class Hostile:
+    """Whatever is asked of it fails."""
+
+    def __repr__(self):
+        raise RuntimeError
+
+    __float__ = __repr__
+
+
+class HostileError(Exception):
+    __str__ = Hostile.__repr__
+
+    @property
+    def __notes__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**400, Hostile(), 1j, None, [1], "x" * 10**6],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_that_is_no_number_is_shown_in_short(value):
+    (row,) = worker._plain([{"acc": value, "b": True}])["rows"]
+    assert isinstance(row["acc"], str) and len(row["acc"]) <= 200 and row["b"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [HostileError(), ValueError("x" * 10**6), KeyError("\ud800"), SystemExit(3)],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_told_in_short_and_can_be_printed(error):
+    told = worker._failure(error)
+    assert told["name"] == type(error).__name__
+    assert len(told["error"]) < 11_000 and told["error"].encode()
+
+
+def test_a_reply_is_limited(make_pool):
+    def too_much(question, responses, example):
+        return [{"acc": 1.0, "x" * (20 << 20): 1.0}] if responses[0] else [{"acc": 1.0}]
+
+    pool = make_pool(too_much)
+    failed, judged = ask(pool, "a", "")
+    assert failed["name"] == "ValueError" and "above 16777216" in failed["error"]
+    assert judged["rows"] == [{"acc": 1.0}]
 
 
 def test_an_async_function_is_awaited_for_many_groups_at_once_up_to_its_bound(make_pool):

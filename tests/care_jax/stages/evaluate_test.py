@@ -430,6 +430,69 @@ def test_the_judge_is_asked_about_each_wrong_sample(benchmark_run, asked, monkey
     assert figures == [(0.5, 1.0), (0.0, 0.5), (0.5, 0.5), (0.5, 1.0), (0.0, 0.5)]
 
 
+JUDGE = {"evaluate.judge_url": "http://x", "evaluate.judge_model": "m"}
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """What the judge says, in order, and what it is asked; None is a failure."""
+    said, seen = [], []
+
+    def verdicts(self, cases):
+        seen.extend(case.gold for case in cases)
+        found = [said.pop(0) for _ in cases]
+        self.counts["failures"] += found.count(None)
+        return found
+
+    monkeypatch.setattr(evaluate.Judge, "verdicts", verdicts)
+    return said, seen
+
+
+def test_a_restart_asks_the_judge_only_for_the_verdicts_that_it_did_not_give(
+    benchmark_run, asked, words, capsys
+):
+    said, seen = words
+    run = benchmark_run(**JUDGE)
+    said += [True, None]  # on questions 1 and 4
+    benchmarked(run)
+    assert [sample["acc_judged"] for sample in samples_of(run)] == [None, 1.0, None, None, None]
+    assert "the judge gave no verdict on 1 answers" in capsys.readouterr().out
+    for word, judged in ((None, None), (True, 1.0)):
+        said.append(word)
+        seen.clear()
+        benchmarked(run)
+        assert seen == ["4"] and samples_of(run)[4]["acc_judged"] == judged
+    seen.clear()
+    before = samples_of(run)
+    benchmarked(run)
+    assert not seen and samples_of(run) == before
+
+
+def test_another_judge_changes_no_verdict_of_the_first(benchmark_run, asked, words):
+    said, seen = words
+    said += [True, False]
+    first = benchmark_run(**JUDGE)
+    benchmarked(first)
+    before, decoded = samples_of(first), [list(call["asked"]) for call in asked[1]]
+    for other in ({"evaluate.judge_model": "n"}, {"evaluate.judge_url": "http://y"}):
+        said += [False, None]
+        run = benchmark_run(**JUDGE | other)
+        benchmarked(run)
+        after = samples_of(run)
+        assert [sample["acc_judged"] for sample in after] == [None, 0.0, None, None, None]
+        for old, new in zip(before, after, strict=True):
+            assert old.get("judges", {}).items() <= new.get("judges", {}).items()
+        before = after
+    benchmarked(benchmark_run())  # without a judge
+    assert {sample["acc_judged"] for sample in samples_of(first)} == {None}
+    seen.clear()
+    benchmarked(first)
+    assert [sample["acc_judged"] for sample in samples_of(first)] == [None, 1.0, None, None, 0.0]
+    assert not seen
+    # Nothing was decoded again.
+    assert [call["asked"] for call in asked[1] if call["asked"]] == decoded
+
+
 REAL = {
     "evaluate.temperature": 1.0,
     "evaluate.num_samples": 3,
