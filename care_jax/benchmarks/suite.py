@@ -152,7 +152,7 @@ class Benchmark(Sequence[Example]):
         """
         if judge is None:
             return [sample | {"acc_judged": None} for sample in samples]
-        said = [
+        said: list[list[bool | None]] = [
             list(sample.get("judges", {}).get(judge.name) or [None] * len(sample["resps"]))
             for sample in samples
         ]

@@ -34,6 +34,7 @@ from models.release import config_json
 from models.release import folder as release_folder
 
 IMAGE_PLACEHOLDER = "<image>"
+_MOST_GROWTH = 100  # of a text by its normaliser
 _IMAGE_TOKEN, _TURN_TOKEN = "<|image_pad|>", "<|im_start|>"
 # Config keys of a randomly initialised backbone, and the tokens whose ids they get.
 _IMAGE_TOKENS = {
@@ -117,11 +118,21 @@ def _refused(expected: str, advice: str) -> Iterator[None]:
 def _check_normalizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuses a normaliser that can write a text of any length for a short one."""
     normalizer = tokenizer.backend_tokenizer.normalizer
-    fields = json.loads(normalizer.__getstate__()) if normalizer else {}
-    parts = fields["normalizers"] if fields.get("type") == "Sequence" else [fields]
-    others = {str(part["type"]) for part in parts if part} - {"NFC", "NFD", "NFKC", "NFKD"}
-    if others:
-        raise ValueError(f"normaliser {sorted(others)}, expected NFC or none")
+    if normalizer and (growth := _growth(json.loads(normalizer.__getstate__()))) > _MOST_GROWTH:
+        raise ValueError(
+            f"a normaliser that makes a text {growth:.0f} times as long, expected at most "
+            f"{_MOST_GROWTH}"
+        )
+
+
+def _growth(normalizer: Mapping[str, Any]) -> float:
+    """How many times as long replacements and prefixes can make a text."""
+    if "normalizers" in normalizer:
+        return math.prod(map(_growth, normalizer["normalizers"]))
+    written = len(normalizer.get("content", normalizer.get("prepend", "")))
+    if found := len(normalizer.get("pattern", {}).get("String", "")):
+        return max(1, written / found)
+    return 1 + written  # a prefix, or for a pattern that may match nothing
 
 
 def backbone_config(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Mapping
@@ -45,10 +46,10 @@ def from_folder(folder: str | pathlib.Path) -> BackboneConfig:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON file, got {error}; fetch it again") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {fields!r}; fetch it again")
+        raise ValueError(f"{path} must hold a JSON object, got {_short(fields)}; fetch it again")
     return fields
 
 
@@ -124,7 +125,12 @@ def _part_to_hf(config: VisionConfig | TextConfig, part: Decoder) -> dict[str, A
 
 def _check(where: str, name: str, value: Any, kind: str, is_right: bool) -> None:
     if not is_right:
-        raise ValueError(f"{where} {name} must be {kind}, got {value!r}; correct it")
+        raise ValueError(f"{where} {name} must be {kind}, got {_short(value)}; correct it")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _is_whole(value: Any, least: int = 0) -> bool:
@@ -132,11 +138,15 @@ def _is_whole(value: Any, least: int = 0) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return _is_whole(value, 1)
+    return _is_whole(value, 1) and value < 2**31
+
+
+def _is_depth(value: Any) -> bool:
+    return _is_whole(value, 1) and value <= 1000
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and value > 0
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _is_list(value: Any) -> bool:
@@ -147,6 +157,7 @@ _LAYERS = "a list of layers, numbered from 0", _is_list
 _ONE_SIZE = "one number, the same along every axis (others are not implemented)", _is_size
 # The type of a field that is not a whole number above 0.
 _KINDS = {
+    "num_layers": ("a whole number from 1 to 1000", _is_depth),
     "full_attention_layers": _LAYERS,
     "deepstack_layers": _LAYERS,
     "patch_size": _ONE_SIZE,

@@ -425,6 +425,12 @@ REFUSED = {
         ({"rms_norm_eps": None}, "must have 'rms_norm_eps'"),
         ({"num_key_value_heads": 3}, "num_heads 16 must be a multiple"),
         ({"hidden_size": 4096, "num_attention_heads": 32}, "must equal text hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1 to 1000"),
+        (
+            {"hidden_size": 2**60},
+            "hidden_size must be a whole number above 0, got 1152921504606846",
+        ),
+        ({"rope_theta": float("inf")}, "rope_theta must be a number above 0, got inf"),
         ({"hidden_size": "2048"}, "text_config hidden_size must be a whole number above 0, got '2"),
         ({"head_dim": 64}, "head_dim must be hidden_size"),
         ({"eos_token_id": None}, "config.json or generation_config.json must have 'eos_token_id'"),

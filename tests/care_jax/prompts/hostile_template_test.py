@@ -6,7 +6,7 @@ import pytest
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.drawn import synthetic
-from care_jax.prompts import templates
+from care_jax.prompts import builder, templates
 from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from configs import tiny
@@ -137,9 +137,27 @@ def nested(path):
     path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
 
 
+def replaced(found, written, kind="String"):
+    return {"type": "Replace", "pattern": {kind: found}, "content": written}
+
+
 def grow(fields):
-    part = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 9}
-    fields["normalizer"] = {"type": "Sequence", "normalizers": [part] * 20}
+    parts = [replaced(".", "a" * 9, "Regex")] * 20
+    fields["normalizer"] = {"type": "Sequence", "normalizers": parts}
+
+
+@pytest.mark.parametrize(
+    ("parts", "growth"),
+    [
+        ([], 1),
+        ([{"type": "NFC"}, {"type": "Lowercase"}], 1),
+        ([{"type": "Prepend", "prepend": "_"}, replaced(" ", "_")], 2),  # Llama 2's
+        ([replaced("ab", "abcd"), replaced("x", "yyy")], 6),
+        ([replaced(".", "aa", "Regex")] * 3, 27),
+    ],
+)
+def test_a_normaliser_is_known_by_how_much_it_writes(parts, growth):
+    assert builder._growth({"type": "Sequence", "normalizers": parts}) == growth
 
 
 def far(fields):
