@@ -39,7 +39,7 @@ def run(num_steps: int, folder: pathlib.Path) -> tuple[list[str], list[str]]:
         "rl.max_response_tokens": 24,
         "rl.row_lengths": 2,
         "care.max_context": 12,
-        "checkpoint_every": 10,
+        "checkpoint_every": 50,  # the default; TensorStore leaks some kB at every save
         # Full before the second half, as are the caches of questions.
         "report.max_megabytes": 1.0,
         "data.train.num_examples": 256,
