@@ -79,7 +79,7 @@ def test_packing_changes_nothing_under_care_with_reflected_rows(
     has_reflection = np.asarray(subgroup.has_update & ~subgroup.is_rescue)
     assert has_reflection.tolist() == [True, True, False, False]
     if reflect_credit == "prompt_only":
-        slot = reflection.without_context(*slot, policy.config.pad_token_id)
+        slot = reflection.without_context(*slot, [5], policy.config.pad_token_id)
     responses, scores = jax.tree.map(lambda *x: np.concatenate(x, 1), group, slot)
     credited = credit.care_credit(responses, scores, subgroup, has_reflection, CARE)
     assert (
