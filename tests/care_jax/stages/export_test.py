@@ -54,6 +54,7 @@ def release(exported, tmp_path):
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "sha256.json").unlink()  # releases have none
     return folder
 
 
