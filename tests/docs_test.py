@@ -179,7 +179,7 @@ WORDS = {
     "docs/data.md": 1000,
     "docs/evaluation.md": 900,
     "docs/experiments.md": 1950,
-    "docs/faults.md": 650,
+    "docs/faults.md": 750,
     "docs/hyperparameters.md": 850,
     "docs/method.md": 1750,
     "docs/models.md": 850,
