@@ -189,7 +189,7 @@ WORDS = {
     "docs/performance.md": 1850,
     "docs/prompts.md": 600,
     "docs/report.md": 600,
-    "docs/rewards.md": 1000,
+    "docs/rewards.md": 1050,
     "docs/security.md": 650,
     "docs/serving.md": 700,
     "docs/smollm.md": 900,
