@@ -225,6 +225,9 @@ MUTATIONS = (
          "replayed routes are ignored"),
         ("(chosen - first).reshape(-1)", "chosen.reshape(-1)",
          "a device takes its experts for the first ones"),
+    ),
+    *_of(
+        "models/grouped.py", "models/grouped_test.py",
         ("jnp.where(is_grouped, d_lhs, 0)", "d_lhs + 1 * is_grouped",
          "the gradient of grouped rows is off by one"),
     ),

@@ -120,10 +120,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
     sys.path[:] = settings["path"]
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print
     _render({"conversations": [[]], "chat_template": ""})  # imports
-    num_pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    num_pages = int(pathlib.Path("/proc/self/statm").read_text("utf-8").split()[0])
     limit = num_pages * resource.getpagesize() + MAX_BYTES
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)

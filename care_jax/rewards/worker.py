@@ -98,7 +98,7 @@ def _limit_memory(num_bytes: int) -> None:
     limit = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with contextlib.suppress(OSError):  # not on Linux
-        pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
+        pathlib.Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def is_async(function: Callable) -> bool:

@@ -247,7 +247,7 @@ def memory() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2 and 1
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int((pathlib.Path("/sys/fs/cgroup") / name).read_text()))
+            limits.append(int((pathlib.Path("/sys/fs/cgroup") / name).read_text("utf-8")))
     return min(limits)
 
 

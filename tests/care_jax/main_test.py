@@ -274,6 +274,7 @@ def test_a_lost_terminal_stops_a_run_as_sigterm_does(tmp_path):
     script = """
 import fcntl, pathlib, signal, sys, termios, time
 from care_jax.run import interrupts
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started with
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # its own terminal, whose loss is told by SIGHUP
 came = []
 signal.signal(signal.SIGTERM, lambda number, _: came.append(number))

@@ -304,7 +304,7 @@ def test_config_survives_its_own_file_and_transformers(name):
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_transformers_reads_the_release_as_we_do(name):
-    opened = opened_by_transformers(RELEASES[name])
+    opened = opened_by_transformers(copy.deepcopy(RELEASES[name]))
     assert config_json.from_hf(opened.to_dict()) == READ[name]
 
 

@@ -29,12 +29,14 @@ def pages_of(path):
     return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
 
 
-def test_two_runs_are_one_page(tmp_path, monkeypatch, capsys):
+def test_two_runs_are_one_page(tmp_path, monkeypatch, capfd):
     folders = [write(tmp_path / name / "seed0", acc) for name, acc in (("a", 0.25), ("b", 0.5))]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["care-jax", "report", *map(str, folders)])
+    for name in ("stdout", "stderr"):  # the command replaces them
+        monkeypatch.setattr(sys, name, getattr(sys, name))
     cli.main()
-    assert capsys.readouterr().out == "report.html\n"
+    assert capfd.readouterr().out == "report.html\n"
     data = pages_of(tmp_path / "report.html")
     assert [run["title"] for run in data["runs"]] == ["a/seed0", "b/seed0"]
     (chart,) = data["stages"][0]["charts"]

@@ -350,7 +350,7 @@ def test_a_board_that_cannot_be_written_stops_the_run_with_its_folder(tmp_path, 
 def test_shared_memory_that_is_full_is_named(tmp_path, monkeypatch):
     """TensorBoard's queue has a lock there, and the error of the system names no file."""
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refuse)
