@@ -195,9 +195,11 @@ def _all_flipped(workdir: pathlib.Path) -> None:
 
 
 def _steps_swapped(workdir: pathlib.Path) -> None:
-    one, other = _steps(workdir)[-2:]
-    for old, new in ((one, "x"), (other, one.name), (one.with_name("x"), other.name)):
-        old.rename(old.with_name(new))
+    steps = _steps(workdir)
+    for path in steps:
+        path.rename(path.with_name(f"{path.name}.x"))
+    for path, other in zip(steps, [*steps[1:], steps[0]], strict=True):
+        path.with_name(f"{path.name}.x").rename(other)
 
 
 def _logs(workdir: pathlib.Path) -> None:
@@ -305,7 +307,7 @@ ATTEMPTS = (
     ),
     Attempt(
         _REFUSED,
-        "both kept checkpoints swapped",
+        "every kept checkpoint in the place of another",
         functools.partial(restarted, _steps_swapped, refused="is damaged ("),
     ),
     Attempt(_REFUSED, "config.json of an export, a digit changed", _from_damaged_export),
