@@ -182,7 +182,8 @@ def _ended(stop: Stop, launched: Launched) -> str:
     if set(statuses) == {0}:  # the signal came after the last step that can be stopped
         return ""
     is_alone = len(statuses) == 1
-    if statuses[-1] != stop.status or (is_alone and not messages.startswith(stop.says)):
+    status = 128 - statuses[-1] if statuses[-1] < 0 else statuses[-1]  # as shells report it
+    if status != stop.status or (is_alone and not messages.startswith(stop.says)):
         return f"ended with {statuses}: {messages}"
     return ""
 
