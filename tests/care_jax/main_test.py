@@ -298,7 +298,9 @@ pathlib.Path(sys.argv[1]).write_text("saved")
         start_new_session=True,
     )
     os.close(slave)
-    assert os.read(master, 5) == b"begun"
+    begun = b""
+    while not begun.endswith(b"\n"):  # before that it is still writing
+        begun += os.read(master, 100)
     os.close(master)
     assert process.wait(timeout=60) == 0
     assert (tmp_path / "saved").read_text() == "saved"
