@@ -22,8 +22,6 @@ from PIL import Image
 from models.positions import HostOrDevice, ImagePatches
 
 _UNKNOWN: Any = None  # default of a field that is filled in later
-
-
 _MAX_DETAIL = 300  # characters
 
 

@@ -17,7 +17,8 @@ from care_jax.data.mixture import Mixture
 from care_jax.data.readers import hub
 from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_responses, with_text_answers
 from care_jax.data.sources import MIXTURE, is_drawn, named, open_section, parts_of
-from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.prompts.builder import PromptBuilder, backbone_config
+from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 from models.release import config_json
 

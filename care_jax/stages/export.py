@@ -17,7 +17,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 
-from care_jax.prompts.builder import processor_template
+from care_jax.prompts.release_tokenizer import processor_template
 from care_jax.report.console import print_line
 from care_jax.run import integrity
 from care_jax.run.policy import Policy

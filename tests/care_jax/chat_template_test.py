@@ -13,7 +13,8 @@ from PIL import Image
 from care_jax.batch import Example
 from care_jax.data.drawn import synthetic
 from care_jax.data.rows import make_example
-from care_jax.prompts.builder import PromptBuilder, load_tokenizer
+from care_jax.prompts.builder import PromptBuilder
+from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from care_jax.run.policy import policy_of
 from configs import common, mixture, qwen3vl_8b, qwen25vl_7b

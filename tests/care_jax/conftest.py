@@ -17,7 +17,7 @@ from care_jax.batch import Example, Rollouts
 from care_jax.commands.reopened import Reopened
 from care_jax.data.sources import open_source
 from care_jax.devices.sharding import make_mesh
-from care_jax.prompts.builder import load_tokenizer
+from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.report.metrics import MetricWriter
 from care_jax.rl import dynamic_sampling, update_batch
 from care_jax.rl.rollout import asked, gather_groups

@@ -16,9 +16,9 @@ from care_jax.data.drawn.synthetic import SyntheticSource
 from care_jax.prompts.builder import (
     PromptBuilder,
     backbone_config,
-    load_tokenizer,
     prompt_sizes,
 )
+from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 from configs import tiny
 from models.release import config_json

@@ -6,8 +6,9 @@ import pytest
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.drawn import synthetic
-from care_jax.prompts import builder, templates
-from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.prompts import release_tokenizer, templates
+from care_jax.prompts.builder import PromptBuilder, backbone_config
+from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from configs import tiny
 
@@ -157,7 +158,7 @@ def grow(fields):
     ],
 )
 def test_a_normaliser_is_known_by_how_much_it_writes(parts, growth):
-    assert builder._growth({"type": "Sequence", "normalizers": parts}) == growth
+    assert release_tokenizer._growth({"type": "Sequence", "normalizers": parts}) == growth
 
 
 def far(fields):

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from care_jax.batch import Example
 from care_jax.data.drawn import synthetic
 from care_jax.data.stages import open_prompts
-from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.prompts.builder import PromptBuilder, backbone_config
+from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 from configs import common
 from models.release import config_json

@@ -135,9 +135,11 @@ def test_a_failed_repair_is_told_by_the_last_row():
     assert groups.outcome(sampled.take(0)) == "not repaired"
 
 
-def test_nothing_is_given_where_the_context_is_not_in_the_row():
-    repair = describe(make_sampled(given="", repair=REPAIR + CUE))["repair"]
-    assert (repair["has_context"], repair["num_given"]) == (False, 0)
+@pytest.mark.parametrize("given", ["", "<think>"])
+def test_nothing_is_given_where_the_context_is_not_in_the_row(given):
+    """As under `care.reflect_credit = "prompt_only"`, which leaves the tag."""
+    repair = describe(make_sampled(given=given, repair=REPAIR + CUE))["repair"]
+    assert (repair["has_context"], repair["num_given"]) == (False, len(given))
 
 
 def test_groups_are_taken_from_each_outcome_in_turn():

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.prompts.builder import processor_template
+from care_jax.prompts.release_tokenizer import processor_template
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from care_jax.run.policy import policy_of
 from care_jax.stages import export
