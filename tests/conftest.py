@@ -28,7 +28,7 @@ os.environ.setdefault(
 import jax
 import jaxtyping
 import pytest
-from absl import flags
+from absl import flags, logging
 from absl.testing import flagsaver
 
 from care_jax.devices import compilation, loaded_programs, xla_flags
@@ -123,6 +123,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def few_mappings() -> None:
     """One process that runs the whole suite would load more programs than Linux lets it map."""
     loaded_programs.drop_if_many()
+
+
+@pytest.fixture(autouse=True)
+def same_verbosity() -> Iterator[None]:
+    """Commands set which messages are printed."""
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
 
 
 @pytest.fixture

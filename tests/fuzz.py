@@ -623,11 +623,12 @@ _PARTS = st.lists(
     ),
     max_size=3,
 ).map("".join)
+# A row per benchmark and kind of answer; A or 7 is right.
+_RIGHT = st.sampled_from(("", "7", "A", "The answer is 7.", "Answer: A"))
 RESPONSES = st.builds(
-    lambda before, repeated, number, after: before + repeated * number + after,
-    *(_PARTS, _PARTS, st.integers(0, 3000), _PARTS),
+    lambda before, repeated, number, after, right: before + repeated * number + after + right,
+    *(_PARTS, _PARTS, st.integers(0, 3000), _PARTS, _RIGHT),
 )
-# A row per benchmark and kind of answer; "A" or 7 is right.
 _CHOICE = {"options": "['7', '8']", "answer": "A"}
 _ROWS = (
     *((mathvista, {"answer_type": kind, "answer": "7"}) for kind in ("integer", "float", "list")),

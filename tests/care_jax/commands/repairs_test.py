@@ -1,7 +1,6 @@
 """Rows that teach the cue: what each is made of, and the folder that a cold start reads."""
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -10,6 +9,7 @@ import pytest
 from rollout_script import CUE, LENGTHS, Script, said
 
 from care_jax.commands import reopened, repairs
+from care_jax.data.readers import shards
 from care_jax.data.sources import open_source
 from care_jax.run.run import verifier_of
 
@@ -124,7 +124,7 @@ def test_the_folder_is_read_as_a_part_of_the_cold_start(opened, tmp_path, compil
         assert row.context.startswith("<think>") and row.context.endswith(CUE)
         assert row.response == f" So {row.answer}.</think><answer>{row.answer}</answer>"
     assert manifest["config"]["checkpoint"] == "sft 7" and manifest["config"]["cue"] == CUE
-    assert json.loads((out / "manifest.json").read_text()) == {"format": 1} | manifest
+    assert shards.read_manifest(out) == {"format": shards.FORMAT} | manifest
     assert not out.with_name("repairs.partial").exists()
     again = repairs.write_repairs(opened, tmp_path / "again", right_share=0.5)
     assert again["sources"]["repairs"]["shards"] == manifest["sources"]["repairs"]["shards"]
