@@ -7,9 +7,12 @@ files.
 from __future__ import annotations
 
 import io
+import logging as python_logging
 import os
 import sys
 from typing import Any
+
+from absl import logging
 
 
 class _Dropping(io.FileIO):
@@ -31,8 +34,10 @@ def outlive_readers() -> None:
 
     A stream that the process was started without becomes os.devnull. Otherwise the next file that
     is opened would get its number, and what libraries print would be written into that file.
-    Characters that the locale cannot encode are escaped.
+    Characters that the locale cannot encode are escaped. Loggers' handlers, which libraries make
+    when they are imported, write to the new streams.
     """
+    handlers = *python_logging.root.handlers, logging.get_absl_handler().python_handler
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         known = getattr(sys, name)
         if known is None:
@@ -45,3 +50,6 @@ def outlive_readers() -> None:
                 line_buffering=True,
             )
             setattr(sys, name, stream)
+            for handler in handlers:
+                if isinstance(handler, python_logging.StreamHandler) and handler.stream is known:
+                    handler.setStream(stream)

@@ -51,9 +51,25 @@ def test_what_the_locale_cannot_encode_is_escaped(tmp_path):
     assert (ended.returncode, ended.stdout) == (75, "\\u2192 a line 0\n"), ended.stderr
 
 
-def run(folder, redirected, **environment):
-    """Runs the program in a folder, by a shell that redirects its streams."""
-    (folder / "program.py").write_text(PROGRAM, encoding="utf-8")
+LOGGING = """
+import logging as python_logging
+from absl import logging
+from care_jax.devices.standard_streams import outlive_readers
+python_logging.basicConfig()  # as orbax does when it is imported
+outlive_readers()
+logging.use_absl_handler()
+logging.warning("a warning")
+"""
+
+
+def test_a_warning_is_printed_once(tmp_path):
+    ended = run(tmp_path, "", LOGGING)
+    assert (ended.returncode, ended.stderr.count("a warning")) == (0, 1), ended.stderr
+
+
+def run(folder, redirected, program=PROGRAM, **environment):
+    """Runs a program in a folder, by a shell that redirects its streams."""
+    (folder / "program.py").write_text(program, encoding="utf-8")
     command = f"{shlex.quote(sys.executable)} program.py {redirected}"
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
