@@ -196,6 +196,9 @@ def get_config() -> ConfigDict:
     # Log-probabilities under π_old: "sampler", as recorded during sampling; "trainer", recomputed
     # by the trainer, which costs a forward pass. The metrics mismatch/* compare the two.
     rl.old_logp = "sampler"
+    # Where the advantage is negative, a token's ratio to π_old counts as at most this (dual clip,
+    # arXiv 1912.09729); inf: it has no such bound. verl, EasyR1 and CARE's released code: 3.
+    rl.dual_clip = float("inf")
     # With old_logp "trainer": weighs each token's surrogate by π_old over the probability that the
     # sampler drew it with. "truncate": at most correction_cap; "mask": 0 outside [1 /
     # correction_cap, correction_cap]; "none": all weights are 1.
@@ -213,6 +216,9 @@ def get_config() -> ConfigDict:
     care.clip_low = 0.20
     care.clip_high = 0.28
     care.beta = 0.02  # β, weight of the KL to the reference policy; 0: no reference is kept
+    # What is a success: "acc", a right answer; "reward", a reward above 0, as in the released code,
+    # where a wrong answer in the right format may be the anchor.
+    care.success = "acc"
     care.anchor_rule = "shortest"  # success with the shortest rationale; "random": any success
     care.K = 4  # maximum number of hard negatives per prompt
     care.M = 6  # candidates of nearest_diverse: the M failures nearest to the anchor
@@ -233,12 +239,20 @@ def get_config() -> ConfigDict:
     care.gamma_neg = 0.0  # γ⁻, weight of rationale tokens in all other rollouts
     care.eps_w = 1e-6  # ε_w, added to the sum of a rollout's token weights (eq:token-adv)
     # "prompt": the mean over a prompt's S*, then over prompts (eq:ppo); "batch": over all S* at
-    # once, under which a prompt's credit is the same for every K'.
+    # once, under which a prompt's credit is the same for every K'; "tokens": over the tokens of all
+    # rollouts, as in the released code, which needs kl_rows "all".
     care.mean = "prompt"
+    # Rollouts over whose tokens the KL is averaged: "subgroup", those of S*; "all" (released code),
+    # which trains on every rollout and takes as long as GRPO's update.
+    care.kl_rows = "subgroup"
     care.reflect = True  # reflection-guided resampling (RGR)
     # "cue", or a control: "no_cue"; "resample", a fresh rollout without cue and failed rationale
     # (both in fig:rgr_ablation); "shuffled", the words of the cue in random order.
     care.reflect_mode = "cue"
+    care.reflect_temperature = 0.0  # of the second decode; 0: rl.temperature. Released code: 0.6
+    care.reflect_top_p = 0.0  # 0: rl.top_p. Released code: 0.95
+    # The hard negative leaves S if its repair is a "success", or "always" (released code).
+    care.reflect_replaces = "success"
     # A reflected row is trained with its forced context ("as_sampled") or without ("prompt_only").
     care.reflect_credit = "as_sampled"
     care.max_context = 1024  # maximum tokens of think tag and failed rationale in the context; T/2

@@ -11,6 +11,7 @@ from care_jax.devices.sharding import make_mesh
 from configs import common
 
 NAMES = (
+    "care_released",
     "mixture",
     "qwen25_7b",
     "qwen25vl_3b",

@@ -40,6 +40,13 @@ OPTIONS = {
         **{"family": "qwen3_vl_moe", "model.lora_rank": 2, "model.lora_experts": True},
         **{"rl.old_logp": "trainer"},
     },
+    "released code": {
+        **{"rl.dual_clip": 3.0, "care.mean": "tokens", "care.kl_rows": "all"},
+        **{"care.success": "reward", "care.reflect_replaces": "always"},
+        **{"care.reflect_temperature": 0.6, "care.reflect_top_p": 0.95},
+        **{"rl.old_logp": "trainer", "rl.correction": "truncate"},
+        "care.cue": "\nFix:\n</think><answer>",
+    },
     "no reflection, no reference": {
         **{"care.reflect": False, "care.beta": 0.0, "care.region_weights": False},
         **{"model.offload": ("optimizer",), "model.moments_dtype": "bfloat16"},
@@ -74,9 +81,8 @@ def test_every_option_of_the_loop_runs(tmp_path, monkeypatch, changes):
         assert 0 <= last["mismatch/max"] < 1e-3  # in float32
     if config.rl.correction == "none":
         assert "correction/weight" not in last
-    elif (
-        config.rl.top_p < 1
-    ):  # the sampler's probabilities are larger by what the nucleus leaves out
+    # The sampler's probabilities are larger by what the nucleus leaves out.
+    elif config.rl.top_p < 1 or config.care.reflect_top_p:
         assert 0 < last["correction/weight"] < 0.999
     else:
         assert last["correction/weight"] == pytest.approx(1, abs=1e-3)

@@ -36,7 +36,7 @@ from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
-from care_jax.rl.rollout import compile_decoder, rollout_sizes
+from care_jax.rl.rollout import compile_decoder, rollout_sizes, sampling_of
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,
@@ -224,15 +224,19 @@ def _rollout_programs(
     reshard, params = _compile(reshard, to_decode_layout, (state.params,))
     if params is None:
         return [reshard], None
-    options = {"temperature": rl.temperature, "top_p": rl.top_p}
-    programs = compile_decoder(run, **options, keeps_routes=bool(config.text.num_experts))
-    first, second = rollout_sizes(run)
-    expected_decoding = expected and expected.decoding
-    arguments = run, programs, params, kept
-    compiled = _decode_programs(*arguments, "rl decode", first, largest.decoding, expected_decoding)
+    keeps_routes = bool(config.text.num_experts)
+
+    def decoding(name, number, *schedules):
+        programs = compile_decoder(
+            run, **sampling_of(run)[number]._asdict(), keeps_routes=keeps_routes
+        )
+        sizes = rollout_sizes(run)[number]
+        return _decode_programs(run, programs, params, kept, name, sizes, *schedules)
+
+    compiled = decoding("rl decode", 0, largest.decoding, expected and expected.decoding)
     if shapes.num_rows(run) > rl.num_rollouts:
         schedules = largest.reflecting, expected and expected.reflecting
-        compiled += _decode_programs(*arguments, "rl reflect", second, *schedules)
+        compiled += decoding("rl reflect", 1, *schedules)
 
     fixed = kept + shapes.num_bytes(params)
     needed = [program.total - fixed for program in compiled]

@@ -61,6 +61,11 @@ def check_config(
         sharding.check_divides(f"{stage}.microbatch_size", section.microbatch_size, rows)
         _check_row(stage, config)
     if "sft" in trained:
+        if config.data.cue_share and f"</{config.data.think_tag}>" in config.care.cue:
+            raise ValueError(
+                f"data.cue_share {config.data.cue_share} teaches care.cue inside rationales, and "
+                f"this cue closes the rationale: {config.care.cue!r}; set data.cue_share to 0"
+            )
         sharding.check_divides("sft.batch_size", config.sft.batch_size, batches)
         _check_schedule("sft", config.sft, config.sft.num_steps)
     if "rl" in trained:
@@ -208,6 +213,12 @@ def _check_rl_steps(config: ConfigDict) -> None:
         raise ValueError(
             f"{rl.objective}.M {section.M} candidates must hold {rl.objective}.K {section.K} hard "
             f"negatives; add --config.{rl.objective}.M={section.K}"
+        )
+    if section.get("mean") == "tokens" and section.kl_rows != "all":
+        raise ValueError(
+            f"{rl.objective}.mean 'tokens' counts the tokens of all rollouts, and "
+            f"{rl.objective}.kl_rows {section.kl_rows!r} leaves some out of the batch; add "
+            f"--config.{rl.objective}.kl_rows=all"
         )
     if steps and not 0 <= steps[0] <= steps[1] < rl.num_steps:
         raise ValueError(

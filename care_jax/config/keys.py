@@ -16,7 +16,7 @@ from care_jax.benchmarks.suite import RELEASES
 from care_jax.decoding import reflection
 from care_jax.devices import xla_flags
 from care_jax.learning.optimizer import SCHEDULES
-from care_jax.method import select
+from care_jax.method import advantages, credit, select
 from care_jax.method.objective import CORRECTIONS
 from care_jax.method.objectives import OBJECTIVES
 from models import layers
@@ -224,6 +224,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("rl.top_p", "(0, 1]", FIXED),
     ("rl.format_weight", "[0, 1]", FIXED),
     ("rl.old_logp", ("sampler", "trainer"), FIXED),
+    ("rl.dual_clip", "(1, inf]", FIXED),
     ("rl.correction", CORRECTIONS, FIXED),
     ("rl.correction_cap", "(1, inf)", FIXED),
     ("rl.replay_routes", _ANY, FIXED),
@@ -235,7 +236,12 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("care.gamma_share", "[0, 1)", FIXED),
     ("care.gamma_*", "[0, 1]", FIXED),
     ("care.reflect_mode", reflection.MODES, FIXED),
-    ("care.mean", ("prompt", "batch"), FIXED),
+    ("care.mean", credit.MEANS, FIXED),
+    ("care.kl_rows", credit.KL_ROWS, FIXED),
+    ("care.success", credit.SUCCESSES, FIXED),
+    ("care.reflect_replaces", advantages.REPLACES, FIXED),
+    ("care.reflect_temperature", "[0, 100]", FIXED),
+    ("care.reflect_top_p", "[0, 1]", FIXED),
     ("care.reflect_credit", ("as_sampled", "prompt_only"), FIXED),
     ("care.cue", _ANY, FIXED),
     ("dapo.max_tries", "[1, inf)", FIXED),

@@ -111,7 +111,8 @@ def train_step(
     total_weight = jnp.maximum(batch.prompt_weight.sum(), 1e-9)
     num_trained = jnp.maximum(batch.is_trained.sum(), 1)
 
-    beta, clip = objective.beta, dict(clip_low=objective.clip_low, clip_high=objective.clip_high)
+    beta = objective.beta
+    clip = {key: getattr(objective, key) for key in ("clip_low", "clip_high", "dual_clip")}
     surrogate = jax.vmap(functools.partial(clipped_surrogate, **clip))
     clips = jax.vmap(functools.partial(is_clipped, **clip))
     kl_of = jax.vmap(k3)

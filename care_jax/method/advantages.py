@@ -26,6 +26,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from care_jax.batch import HostOrDevice, RawAdvantages, Subgroup
 
+# Values of care.reflect_replaces: which reflected rows take the place of the hard negative in S.
+REPLACES = ("success", "always")
 # The trimmed mean drops ⌊n / TRIM_ONE_IN⌋ of n rows at each end: none below five rows.
 TRIM_ONE_IN = 5
 
@@ -39,11 +41,13 @@ def raw_advantages(
     delta: float,
     eps: float,
     robust: bool = False,
+    reflect_replaces: str = "success",
 ) -> RawAdvantages:
     """The members of S, and A_raw = (r - μ_S) / (σ_S + ε) with the population σ (eq:care-zscore).
 
-    A reflected success replaces the hard negative in S. A reflected failure is added to S. A
-    reflected row with 0 < acc < 1 is left out; alg:care adds it as a failure. A rescue ignores the
+    A reflected success replaces the hard negative in S. A reflected failure is added to S, or
+    replaces it too with `reflect_replaces` "always", as in the released code. A reflected row with
+    0 < acc < 1 is left out; alg:care adds it as a failure. A rescue ignores the
     reflected row and uses the rewards δ (pseudo-anchor) and -δ/K' (negatives, eq:pseudoreward).
 
     Args: see `care_advantages`.
@@ -56,7 +60,8 @@ def raw_advantages(
     is_reflected = (row == row.shape[0] - 1) & can_reflect
     is_repair = is_reflected & (acc >= 1)
     is_failed_repair = is_reflected & (acc <= 0)
-    is_replaced = (row == subgroup.hard_negative) & jnp.any(is_repair)
+    replacing = is_repair if reflect_replaces == "success" else is_repair | is_failed_repair
+    is_replaced = (row == subgroup.hard_negative) & jnp.any(replacing)
 
     num_chosen = jnp.maximum(jnp.sum(is_negative), 1)  # K'
     pseudo_reward = jnp.where(is_anchor, delta, -delta / num_chosen)
@@ -87,6 +92,7 @@ def care_advantages(
     rescue: bool = True,
     robust: bool = False,
     rescue_scale: float = 1.0,
+    reflect_replaces: str = "success",
 ) -> Float[Array, " R"]:
     """The advantage of each row, exactly 0 for rows outside the update.
 
@@ -109,8 +115,10 @@ def care_advantages(
         rescue: train on groups in which no rollout succeeded; if false they get 0.
         robust: trimmed mean and median absolute deviation as μ and σ.
         rescue_scale: multiplies the advantages of a rescued group.
+        reflect_replaces: one of REPLACES, see `raw_advantages`.
     """
-    raw = raw_advantages(reward, acc, subgroup, has_reflection, delta=delta, eps=eps, robust=robust)
+    options = {"delta": delta, "eps": eps, "robust": robust, "reflect_replaces": reflect_replaces}
+    raw = raw_advantages(reward, acc, subgroup, has_reflection, **options)
     scale = jnp.where(raw.is_reflected, s_refl, s)
     advantage = jnp.where(raw.is_negative, -scale * jnp.abs(raw.value), raw.value)
 

@@ -18,9 +18,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from care_jax.batch import Credit, RawAdvantages, Rollouts, Scores, Subgroup
+from care_jax.batch import Credit, HostOrDevice, RawAdvantages, Rollouts, Scores, Subgroup
 from care_jax.method import advantages, objective
 from care_jax.method.select import select_subgroup
+
+MEANS = ("prompt", "batch", "tokens")  # values of care.mean, see `care_credit`
+SUCCESSES = ("acc", "reward")  # of care.success, see `success_of`
+KL_ROWS = ("subgroup", "all")  # of care.kl_rows: the rows whose KL to the reference is counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,10 @@ class CareSettings:
     gamma_neg: float
     gamma_share: float
     eps_w: float  # ε_w of `objective.token_advantages`
-    mean: str  # over S*: "prompt", of each prompt and then of prompts; "batch", of all rows at once
+    mean: str  # one of MEANS
+    kl_rows: str  # one of KL_ROWS
+    success: str  # one of SUCCESSES
+    reflect_replaces: str  # one of advantages.REPLACES
 
     def only(self, *names: str) -> dict[str, Any]:
         """Some of the settings, as keyword arguments."""
@@ -57,16 +64,25 @@ def select_subgroups(
     M: int,
     rule: str,
     anchor_rule: str,
+    success: str,
 ) -> Subgroup:
     """Anchor and hard negatives of each prompt, from its G rollouts; `rngs`: one key per prompt."""
     select = functools.partial(select_subgroup, K=K, M=M, rule=rule, anchor_rule=anchor_rule)
     lengths = scores.num_think, scores.num_answer
-    rows = scores.acc, *lengths, rollouts.logp.sum(-1), rollouts.embedding
+    rows = success_of(scores, success), *lengths, rollouts.logp.sum(-1), rollouts.embedding
 
     def one(rows, is_formatted, rng):
         return select(*rows, is_formatted=is_formatted, rng=rng)
 
     return jax.vmap(one)(rows, scores.fmt == 1, rngs)
+
+
+def success_of(scores: Scores, rule: str) -> Float[HostOrDevice, "B R"]:
+    """1 for a success, 0 for a failure: acc, or by `reward` whether the reward is above 0.
+
+    By the latter, the released code's rule, a wrong answer in the right format is a success.
+    """
+    return scores.acc if rule == "acc" else (scores.reward > 0).astype(jnp.float32)
 
 
 def care_credit(
@@ -79,12 +95,18 @@ def care_credit(
     """CARE: advantages within the subgroup, region weights, mean over S* = {A ≠ 0} (eq:ppo).
 
     Slot G is the reflected row, unused where `has_reflection` is false. R may be G if no prompt
-    has a reflected row. sqrt(K / K') gives every prompt's rows the same Σ|A|, which a mean over the
-    batch's S* keeps; one over each prompt's divides it by |S*| again.
+    has a reflected row.
+
+    Means: "prompt", over each prompt's S*, then over prompts; "batch", over the rows of all S*;
+    "tokens", over the sampled tokens of all rows, in S* or not, as in the released code.
+    sqrt(K / K') gives every prompt's rows the same Σ|A|, which the last two keep; the first divides
+    it by |S*| again.
     """
     num_rows = scores.reward.shape[1]
-    reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
+    success = success_of(scores, settings.success)
+    reward, acc = with_reflected_slot(scores.reward, success, subgroup)
     names = ("K", "s", "s_refl", "delta", "eps", "equalize", "rescue", "rescue_scale", "robust")
+    names += ("reflect_replaces",)
     advantages_of = functools.partial(advantages.care_advantages, **settings.only(*names))
     advantage = jax.vmap(advantages_of)(reward, acc, subgroup, has_reflection)[:, :num_rows]
     is_sampled = rollouts.is_valid & ~rollouts.is_forced
@@ -94,7 +116,7 @@ def care_credit(
         **settings.only("gamma_pos", "gamma_neg", "gamma_share"),
     )
     spans = scores.is_think, scores.is_answer, is_sampled
-    weights = _over_rows(weights_of)(*spans, scores.acc == 1)
+    weights = _over_rows(weights_of)(*spans, success == 1)
     shared_out = functools.partial(objective.token_advantages, eps_w=settings.eps_w)
     in_subgroup = advantage != 0
     num_members = in_subgroup.sum(-1).astype(jnp.float32)
@@ -102,12 +124,17 @@ def care_credit(
     if settings.mean == "prompt":
         row_weight = row_weight / jnp.maximum(num_members, 1)[:, None]
         prompt_weight = (num_members > 0).astype(jnp.float32)
+    elif settings.mean == "tokens":
+        prompt_weight = is_sampled.sum((1, 2)).astype(jnp.float32)
+    is_trained = is_sampled
+    if settings.kl_rows == "subgroup":
+        is_trained = is_trained & in_subgroup[..., None]
     return Credit(
         advantage=advantage,
         token_advantage=_over_rows(shared_out)(advantage, weights),
         row_weight=row_weight,
         prompt_weight=prompt_weight,
-        is_trained=is_sampled & in_subgroup[..., None],
+        is_trained=is_trained,
     )
 
 
@@ -115,8 +142,10 @@ def care_raw_advantages(
     scores: Scores, subgroup: Subgroup, has_reflection: Bool[Array, " B"], settings: CareSettings
 ) -> RawAdvantages:
     """A_raw of every prompt's R = G + 1 rows, for the diagnostics."""
-    one = functools.partial(advantages.raw_advantages, **settings.only("delta", "eps", "robust"))
-    reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
+    names = ("delta", "eps", "robust", "reflect_replaces")
+    one = functools.partial(advantages.raw_advantages, **settings.only(*names))
+    success = success_of(scores, settings.success)
+    reward, acc = with_reflected_slot(scores.reward, success, subgroup)
     return jax.vmap(one)(reward, acc, subgroup, has_reflection)
 
 

@@ -77,13 +77,19 @@ def clipped_surrogate(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float = math.inf,
 ) -> Float[Array, " T"]:
     """min{ρ_t a_t, clip(ρ_t, 1 - low, 1 + high) a_t}, ρ_t = exp(log π_θ - log π_old) (eq:ppo).
 
-    To be maximised. The log-ratio (nats) is clamped to ±MAX_LOG_RATIO.
+    To be maximised. The log-ratio (nats) is clamped to ±MAX_LOG_RATIO. For a_t < 0 it is at least
+    c·a_t, c = `dual_clip` (Ye et al. 2020, arXiv 1912.09729): a token that has become much more
+    likely cannot dominate the update.
     """
     ratio = _ratio(logp, old_logp)
-    return jnp.minimum(ratio * a, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * a)
+    clipped = jnp.minimum(ratio * a, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * a)
+    if math.isinf(dual_clip):
+        return clipped
+    return jnp.where(a < 0, jnp.maximum(clipped, dual_clip * a), clipped)
 
 
 def sequence_log_ratio(
@@ -148,10 +154,12 @@ def is_clipped(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float = math.inf,
 ) -> Bool[Array, " T"]:
-    """Tokens whose gradient in `clipped_surrogate` is zero because of the clip."""
+    """Tokens whose gradient in `clipped_surrogate` is zero because of a clip."""
     ratio = _ratio(logp, old_logp)
-    return ((a > 0) & (ratio > 1 + clip_high)) | ((a < 0) & (ratio < 1 - clip_low))
+    is_outside = (ratio < 1 - clip_low) | (ratio > dual_clip)
+    return ((a > 0) & (ratio > 1 + clip_high)) | ((a < 0) & is_outside)
 
 
 def k3(logp: Float[Array, " T"], ref_logp: Float[Array, " T"]) -> Float[Array, " T"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 
 from ml_collections import ConfigDict
@@ -31,6 +32,7 @@ class Objective:
     # Reflected rows are trained without the context they were sampled with, so that the sampler's
     # log-probabilities cannot serve as π_old.
     is_reframed: bool = False
+    dual_clip: float = math.inf  # bound of the importance ratio where the advantage is negative
     has_sequence_ratio: bool = False  # one importance ratio per response, not per token (GSPO)
     correction: str = "none"  # rl.correction, as the next; see `objective.correction_weight`
     correction_cap: float = 2.0
@@ -43,7 +45,7 @@ def objective_of(config: ConfigDict) -> Objective:
     """The objective named `rl.objective`, with the settings of its config section and of `rl`."""
     name = config.rl.objective
     settings = {key: config[name][key] for key in ("clip_low", "clip_high", "beta")}
-    settings |= {key: config.rl[key] for key in ("correction", "correction_cap")}
+    settings |= {key: config.rl[key] for key in ("dual_clip", "correction", "correction_cap")}
     settings["replays_routes"] = config.rl.replay_routes
     return Objective(**OBJECTIVES[name](config[name], config.rl.max_response_tokens), **settings)
 

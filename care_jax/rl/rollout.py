@@ -19,7 +19,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,21 @@ def context_tokens(run: Run) -> int:
     return care.max_context + len(tokenizer.encode(cue, add_special_tokens=False) if cue else ())
 
 
+class Sampling(NamedTuple):
+    """How tokens are drawn, see `sampling.sample_token`."""
+
+    temperature: float
+    top_p: float
+
+
+def sampling_of(run: Run) -> tuple[Sampling, Sampling]:
+    """How the first decode draws its tokens, and how the reflected one does."""
+    rl, care = run.config.rl, run.config.care
+    first = Sampling(rl.temperature, rl.top_p)
+    temperature, top_p = care.reflect_temperature, care.reflect_top_p
+    return first, Sampling(temperature or first.temperature, top_p or first.top_p)
+
+
 def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
     """Sizes of the first decode, and of the reflected one.
 
@@ -140,26 +155,26 @@ def compile_rollout(
     `clock` measures their time. `meanwhile` is work of the host that is called while they run.
     """
     rl, care = run.config.rl, run.config.care
-    programs = compile_decoder(
-        run,
-        temperature=rl.temperature,
-        top_p=rl.top_p,
-        attention=attention,
-        keeps_routes=bool(run.policy.config.text.num_experts),
-    )
+    keeps_routes = bool(run.policy.config.text.num_experts)
+    compiled = {
+        settings: compile_decoder(
+            run, **settings._asdict(), attention=attention, keeps_routes=keeps_routes
+        )
+        for settings in set(sampling_of(run))
+    }
     options: Any = {
         "meanwhile": meanwhile,
         "max_age": rl.max_age,
         "is_offloaded": "rollouts" in run.config.model.offload,
     }
     first, second = (
-        DecodeQueue(programs, run.policy.prompts, sizes, clock, **options)
-        for sizes in rollout_sizes(run)
+        DecodeQueue(compiled[settings], run.policy.prompts, sizes, clock, **options)
+        for settings, sizes in zip(sampling_of(run), rollout_sizes(run), strict=True)
     )
 
     def select(rollouts, scores, rng, index):
         rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, index)
-        settings = {key: care[key] for key in ("K", "M", "rule", "anchor_rule")}
+        settings = {key: care[key] for key in ("K", "M", "rule", "anchor_rule", "success")}
         return credit.select_subgroups(rollouts, scores, rngs, **settings)
 
     return RolloutPrograms(
@@ -414,6 +429,8 @@ def _with_reflected(
     run: Run, rows: Groups, reflected: Groups | None, index: Int[np.ndarray, " n"]
 ) -> Groups:
     """Appends a row to every prompt: the reflected one at `index`, an empty one elsewhere."""
+    if len(set(sampling_of(run))) > 1:  # one of the two may have drawn by the softmax
+        rows, reflected = with_drawn_logp(rows), reflected and with_drawn_logp(reflected)
     last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), rows)
     last.rollouts.tokens[:] = run.policy.config.pad_token_id
     last.texts[:] = last.reasons[:] = ""
@@ -430,3 +447,12 @@ def _with_reflected(
         for empty, found in zip(jax.tree.leaves(last), jax.tree.leaves(reflected), strict=True):
             empty[index] = found
     return jax.tree.map(lambda *parts: np.concatenate(parts, 1), rows, last)
+
+
+def with_drawn_logp(groups: Groups) -> Groups:
+    """The groups with `Rollouts.drawn_logp`, also where it is `Rollouts.logp`."""
+    rollouts = groups.rollouts
+    drawn_logp = rollouts.logp if rollouts.drawn_logp is None else rollouts.drawn_logp
+    return dataclasses.replace(
+        groups, rollouts=dataclasses.replace(rollouts, drawn_logp=drawn_logp)
+    )

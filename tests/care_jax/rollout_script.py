@@ -46,6 +46,7 @@ class Script:
         }
         self.calls, self.keys, self.forced = [], defaultdict(list), {}
         self.failure = lambda i, g: said(f"row {g} of {i}", 99)
+        self.repair = lambda answer: f" So</think><answer>{answer}</answer>"
         self.at_end = lambda: None  # of the first decode
 
     def programs(self):
@@ -76,7 +77,7 @@ class Script:
             i = self.index_of[len(request.prompt.tokens)]
             self.forced[i] = self.policy.tokenizer.decode(request.context)
             answer = i if i in self.repaired else 98
-            sampled = self.response(f" So</think><answer>{answer}</answer>")
+            sampled = self.response(self.repair(answer))
             row = np.append(request.context, sampled)
             yield [number], self.rollouts([[row]], [[len(request.context)]])
 

@@ -71,6 +71,14 @@ REFUSED = {
         {"care.K": 20},
         r"care\.M 6 candidates must hold care\.K 20 .*; add --config\.care\.M=20",
     ),
+    "a mean over rollouts that are not in the batch": (
+        {"care.mean": "tokens"},
+        r"mean 'tokens' counts .*kl_rows 'subgroup' leaves .*; add --config\.care\.kl_rows=all",
+    ),
+    "a rationale that teaches a cue which ends it": (
+        {"data.cue_share": 0.1, "care.cue": "Fix:</think><answer>", "stages": ("sft",)},
+        r"teaches care\.cue inside rationales, .* closes .*; set data\.cue_share to 0",
+    ),
     "greedy rollouts, which are all the same": (
         {"rl.temperature": 0},
         r"rl\.temperature must lie in \(0, 100\]",

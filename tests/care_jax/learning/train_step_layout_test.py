@@ -55,12 +55,19 @@ def test_packing_and_microbatches_change_nothing_under_any_baseline(
 CARE = dict(K=1, s=0.5, s_refl=0.25, delta=0.1, eps=1e-6)
 CARE |= dict(equalize=True, rescue=True, rescue_scale=1.0, robust=False, region_weights=True)
 CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, gamma_share=0.0, eps_w=1e-6, mean="prompt")
+CARE |= dict(kl_rows="subgroup", success="acc", reflect_replaces="success")
 CARE = credit.CareSettings(**CARE)
 
 
-@pytest.mark.parametrize("reflect_credit", ["as_sampled", "prompt_only"])
+ALL_ROWS = {"mean": "tokens", "kl_rows": "all"}
+
+
+@pytest.mark.parametrize(
+    ("reflect_credit", "changes"),
+    [("as_sampled", {}), ("prompt_only", {}), ("as_sampled", ALL_ROWS)],
+)
 def test_packing_changes_nothing_under_care_with_reflected_rows(
-    policy, in_layout, params, log_probabilities, update_of, reflect_credit
+    policy, in_layout, params, log_probabilities, update_of, reflect_credit, changes
 ):
     """The third rows are reflected: up to three of their tokens were forced, and stay or go."""
     responses, tokens = update_of.responses, np.arange(9)
@@ -74,14 +81,15 @@ def test_packing_changes_nothing_under_care_with_reflected_rows(
         jax.tree.map(lambda x, part=part: np.asarray(x)[:, part], (responses, scores))
         for part in (slice(2), slice(2, 3))
     )
-    select = dict(K=1, M=1, rule="nearest", anchor_rule="shortest")
+    select = dict(K=1, M=1, rule="nearest", anchor_rule="shortest", success="acc")
     subgroup = credit.select_subgroups(*group, jax.random.split(jax.random.key(0), 4), **select)
     has_reflection = np.asarray(subgroup.has_update & ~subgroup.is_rescue)
     assert has_reflection.tolist() == [True, True, False, False]
     if reflect_credit == "prompt_only":
         slot = reflection.without_context(*slot, [5], policy.config.pad_token_id)
     responses, scores = jax.tree.map(lambda *x: np.concatenate(x, 1), group, slot)
-    credited = credit.care_credit(responses, scores, subgroup, has_reflection, CARE)
+    settings = dataclasses.replace(CARE, **changes)
+    credited = credit.care_credit(responses, scores, subgroup, has_reflection, settings)
     assert (
         credited.is_trained[0, 2].sum() == (responses.is_valid & ~responses.is_forced)[0, 2].sum()
     )

@@ -114,6 +114,19 @@ def test_reflected_failure_joins_beside_the_original_with_the_smaller_penalty(K)
     np.testing.assert_allclose(A, [2, -0.25, -0.25, -0.25, -0.125], rtol=1e-5)
 
 
+def test_a_reflected_failure_may_take_the_place_of_the_original():
+    """S = {1, 0, 0, reflected 0}: A_raw = √3 and -1/√3, K_S = 3."""
+    subgroup = subgroup_of(4, 0, [1, 2, 3], 1)
+    always = {"reflect_replaces": "always"}
+    A = advantages([1, 0, 0, 0], subgroup, reflected=0.0, equalize=False, **always)
+    root = 3**0.5
+    np.testing.assert_allclose(A, [root, 0, -0.5 / root, -0.5 / root, -0.25 / root], rtol=1e-5)
+    for reflected in (1.0, None):  # as by default
+        by_default = advantages([1, 0, 0, 0], subgroup, reflected=reflected)
+        A = advantages([1, 0, 0, 0], subgroup, reflected=reflected, **always)
+        chex.assert_trees_all_equal(A, by_default)
+
+
 def test_reflection_with_partial_credit_takes_no_part():
     subgroup = subgroup_of(4, 0, [1, 2, 3], 1)
     without = advantages([1, 0, 0, 0], subgroup)

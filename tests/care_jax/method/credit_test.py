@@ -26,6 +26,9 @@ CARE = credit.CareSettings(
     gamma_share=0.0,
     eps_w=1e-6,
     mean="prompt",
+    kl_rows="subgroup",
+    success="acc",
+    reflect_replaces="success",
 )
 
 
@@ -58,8 +61,8 @@ def rows(num_rows, acc, num_tokens=T):
     return rollouts, scores
 
 
-@functools.partial(jax.jit, static_argnums=(2, 4))
-def select(rollouts, scores, rule="nearest", seed=0, anchor_rule="shortest"):
+@functools.partial(jax.jit, static_argnames=("rule", "anchor_rule", "success"))
+def select(rollouts, scores, rule="nearest", seed=0, anchor_rule="shortest", success="acc"):
     return credit.select_subgroups(
         rollouts,
         scores,
@@ -68,6 +71,7 @@ def select(rollouts, scores, rule="nearest", seed=0, anchor_rule="shortest"):
         M=3,
         rule=rule,
         anchor_rule=anchor_rule,
+        success=success,
     )
 
 
@@ -151,6 +155,59 @@ def test_a_mean_over_the_batch_gives_prompts_with_one_and_two_failures_equal_cre
     assert one / two == pytest.approx(ratio, rel=1e-4) and none == 0
     expected = [2, 3, 0] if mean == "batch" else [1, 1, 0]
     np.testing.assert_array_equal(out.prompt_weight, expected)
+
+
+@pytest.mark.parametrize("kl_rows", ["subgroup", "all"])
+def test_the_kl_is_of_the_subgroup_or_of_all_rows(kl_rows):
+    rollouts, scores = rows(G, ACC, num_tokens=T + 1)
+    settings = dataclasses.replace(CARE, kl_rows=kl_rows)
+    out = credit.care_credit(
+        rollouts, scores, select(rollouts, scores), jnp.zeros(B, bool), settings
+    )
+    is_member = (out.advantage != 0)[..., None] | (kl_rows == "all")
+    np.testing.assert_array_equal(out.is_trained, rollouts.is_valid & is_member)
+    assert not bool((out.advantage != 0).all())
+
+
+def test_a_mean_over_tokens_counts_all_rows():
+    """Of each prompt, also of one without an update; not what was forced, nor padding."""
+    rollouts, scores = rows(G, ACC, num_tokens=T + 1)
+    rollouts = rollouts.replace(is_forced=rollouts.is_forced.at[0, 3, :2].set(True))
+    arguments = rollouts, scores, select(rollouts, scores), jnp.zeros(B, bool)
+    settings = dataclasses.replace(CARE, mean="tokens", kl_rows="all")
+    out, by_prompt = (credit.care_credit(*arguments, each) for each in (settings, CARE))
+    np.testing.assert_array_equal(out.prompt_weight, [G * T - 2, G * T, G * T])
+    np.testing.assert_array_equal(out.token_advantage, by_prompt.token_advantage)
+    np.testing.assert_array_equal(out.row_weight, out.advantage != 0)
+
+
+def test_a_wrong_answer_in_the_right_format_may_be_a_success():
+    """Prompt 1 has no right answer; its last row alone is malformed, and its only failure."""
+    rollouts, scores = rows(G, [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    scores = scores.replace(reward=scores.reward.at[1, 3].set(0.0))
+    assert select(rollouts, scores).is_rescue.tolist() == [False, True, False]
+    subgroup = select(rollouts, scores, success="reward")
+    np.testing.assert_array_equal(subgroup.is_rescue, [False] * B)
+    np.testing.assert_array_equal(subgroup.has_update, [False, True, False])
+    settings = dataclasses.replace(CARE, success="reward")
+    none = jnp.zeros(B, bool)
+    out = credit.care_credit(rollouts, scores, subgroup, none, settings)
+    assert out.advantage[1, subgroup.anchor[1]] > 0 > out.advantage[1, 3]
+    assert out.token_advantage[1, subgroup.anchor[1], 0] > 0  # γ⁺, as in a right row
+    raw = credit.care_raw_advantages(scores, subgroup, none, settings)
+    np.testing.assert_array_equal(raw.is_positive[1, :G], np.arange(G) == subgroup.anchor[1])
+
+
+@pytest.mark.parametrize(("success", "has_positive"), [("acc", False), ("reward", True)])
+def test_a_wrong_repair_in_the_right_format_is_a_failure_or_a_success(success, has_positive):
+    rollouts, scores = rows(G + 1, [[1, 0, 0, 0, 0]] * B)
+    scores = scores.replace(reward=scores.reward.at[:, 1:G].set(0.0))
+    group = jax.tree.map(lambda x: x[:, :G], (rollouts, scores))
+    subgroup = select(*group, success=success)
+    settings = dataclasses.replace(CARE, success=success)
+    raw = credit.care_raw_advantages(scores, subgroup, jnp.ones(B, bool), settings)
+    np.testing.assert_array_equal(raw.is_positive[:, -1], has_positive)
+    np.testing.assert_array_equal(raw.is_negative[:, -1], not has_positive)
 
 
 def test_care_credit_of_a_row_is_its_advantage_shared_by_region():

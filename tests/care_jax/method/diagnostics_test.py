@@ -41,13 +41,14 @@ select = jax.jit(
         M=6,
         rule="nearest",
         anchor_rule="shortest",
+        success="acc",
     )
 )
 CARE = credit.CareSettings(
     *(4, 1.0, 1.0, 0.1, 1e-6),  # K, s, s_refl, delta, eps
     *(True, True, 1.0, False),  # equalize, rescue, rescue_scale, robust
     *(True, 0.0, 0.0, 0.0, 1e-6),  # region_weights, gamma_pos, gamma_neg, gamma_share, eps_w
-    "prompt",
+    *("prompt", "subgroup", "acc", "success"),  # mean, kl_rows, success, reflect_replaces
 )
 raw_advantages = jax.jit(functools.partial(credit.care_raw_advantages, settings=CARE))
 

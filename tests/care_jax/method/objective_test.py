@@ -106,16 +106,36 @@ def test_surrogate_is_the_smaller_of_the_free_and_the_clipped_term(ratio, a, val
     assert is_clipped.tolist() == [clipped]
 
 
+@pytest.mark.parametrize(
+    ("ratio", "a", "value", "slope"),
+    [
+        (2.9, -2.0, -5.8, -5.8),
+        (9.0, -2.0, -6.0, 0.0),  # at most 3 times the advantage
+        (9.0, 2.0, 2 * 1.28, 0.0),  # a good token has its clip already
+        (0.5, -2.0, -2 * 0.8, 0.0),
+        (9.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_a_dual_clip_bounds_the_ratio_of_bad_tokens(ratio, a, value, slope):
+    logp, old_logp, a = jnp.array([math.log(ratio) - 3]), jnp.array([-3.0]), jnp.array([a])
+    term = functools.partial(surrogate, old_logp=old_logp, a=a, dual_clip=3.0)
+    np.testing.assert_allclose(term(logp), [value], rtol=1e-5)
+    gradient = jax.grad(lambda logp: term(logp).sum())(logp)
+    np.testing.assert_allclose(gradient, [slope], rtol=1e-5)
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(
         st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=6, max_size=6
-    )
+    ),
+    st.sampled_from([3.0, math.inf]),
 )
-def test_clipped_tokens_are_those_without_gradient(rows):
+def test_clipped_tokens_are_those_without_gradient(rows, dual_clip):
     logp, old_logp, a = jnp.array(rows, jnp.float32).T
-    gradient = jax.grad(lambda logp: surrogate(logp, old_logp, a).sum())(logp)
-    is_clipped = objective.is_clipped(logp, old_logp, a, clip_low=0.2, clip_high=0.28)
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual_clip}
+    gradient = jax.grad(lambda logp: surrogate(logp, old_logp, a, **bounds).sum())(logp)
+    is_clipped = objective.is_clipped(logp, old_logp, a, **bounds)
     is_far = jnp.abs(a) > 1e-6  # a gradient below is 0 in float32 whether clipped or not
     np.testing.assert_array_equal(is_clipped & is_far, (gradient == 0) & is_far)
 

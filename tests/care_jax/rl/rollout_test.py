@@ -17,11 +17,10 @@ ACCS = ((1, 0, 0),) * len(LENGTHS)
 def roll(make_run, questions, policy):
     """Rolls out prompts under a script; returns the groups, the script and the examples."""
 
-    def roll(changes=(), accs=ACCS, repaired=(1, 4), seed=0, failure=None, reward="", at_end=None):
+    def roll(changes=(), accs=ACCS, seed=0, reward="", **script_changes):
         examples = questions(LENGTHS[: len(accs)])
-        script = Script(policy, examples, accs, repaired)
-        script.failure = failure or script.failure
-        script.at_end = at_end or script.at_end
+        script = Script(policy, examples, accs, repaired=(1, 4))
+        vars(script).update(script_changes)
         run = make_run({"care.cue": CUE, **dict(changes)})
         prompts = [policy.prompts.tokenize(example) for example in examples]
         given = asked(np.arange(len(examples)), examples, prompts)
@@ -110,6 +109,18 @@ def test_context_is_cut_to_its_budget_before_the_cue(roll):
     _, script, _ = roll({"care.max_context": 4})
     kept = script.policy.tokenizer.decode(script.encode("<think>row 2 of 0")[:4])
     assert script.forced[0] == f"{kept}{CUE}" != f"<think>row 2 of 0{CUE}"
+
+
+def test_a_cue_may_leave_only_the_answer_to_be_sampled(roll, policy):
+    """As in the released code: it closes the rationale and opens the answer."""
+    form = "\nFix:\n</think><answer>"
+    groups, script, _ = roll({"care.cue": form}, repair=lambda answer: f"{answer}</answer>")
+    assert script.forced[1] == f"<think>row 2 of 1{form}"
+    assert texts(policy, groups.rollouts)[1][3] == f"<think>row 2 of 1{form}1</answer>"
+    np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
+    np.testing.assert_array_equal(groups.scores.fmt[:, 3], 1)
+    sampled = groups.rollouts.is_valid[1, 3] & ~groups.rollouts.is_forced[1, 3]
+    assert groups.scores.is_answer[1, 3, sampled].all()
 
 
 def test_prompt_only_keeps_of_the_context_the_tag_alone_and_the_verdict(roll, policy):

@@ -35,7 +35,10 @@ CARE = dict(
     gamma_pos=0.02,
     gamma_neg=0.03,
     gamma_share=0.0,
-    mean="prompt",
+    mean="tokens",
+    kl_rows="all",
+    success="reward",
+    reflect_replaces="always",
     eps_w=2e-6,
 )
 CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
@@ -58,10 +61,11 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes = {f"care.{key}": value for key, value in (CARE | CLIP).items()}
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.M": 5, "care.rule": "mixed", "care.eps": 3e-6}
-    changes |= {"care.anchor_rule": "random"}
+    changes |= {"care.anchor_rule": "random", "rl.dual_clip": 3.0}
+    changes |= {"care.reflect_temperature": 0.6, "care.reflect_top_p": 0.8}
     changes |= {"model.remat": "layer", "rl.max_skipped": 2}
     run = make_run(changes)
-    seen, given = {}, {}
+    seen, given, decoders = {}, {}, []
     for module, name in (
         (rollout, "compile_decoder"),
         (credit, "select_subgroups"),
@@ -72,6 +76,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
         def noted(*args, name=name, **kwargs):
             seen[name], given[name] = kwargs, args
+            decoders.extend([kwargs] * (name == "compile_decoder"))
             return jnp.zeros((2, R, T)), None, None
 
         monkeypatch.setattr(module, name, noted)
@@ -80,8 +85,9 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     rolled = rollout.compile_rollout(run, None, None, meanwhile)
     update = rl.compile_update(run, None, None)
     rng, index = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
-    called = {"temperature": 0.7, "top_p": 0.9, "attention": None, "keeps_routes": False}
-    assert seen["compile_decoder"] == called
+    rest = {"attention": None, "keeps_routes": False}
+    sampling = {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.8}
+    assert sorted(decoders, key=lambda each: -each["top_p"]) == [rest | each for each in sampling]
     queues = [program.__self__ for program in (rolled.decode, rolled.reflect)]
     assert all(queue.meanwhile is meanwhile for queue in queues)
     first, second = (queue.sizes for queue in queues)
@@ -99,7 +105,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     one = {"num_rows": 1, "num_rollouts": 1, "context_tokens": context}
     assert second == dataclasses.replace(first, **one) and context > 11
     jax.eval_shape(rolled.select, 0, 0, rng, index)
-    selection = {"K": 3, "M": 5, "rule": "mixed", "anchor_rule": "random"}
+    selection = {"K": 3, "M": 5, "rule": "mixed", "anchor_rule": "random", "success": "reward"}
     assert seen["select_subgroups"] == selection
     jax.eval_shape(update.credit, 0, 0, 0, 0)
     settings = credit.CareSettings(**CARE, eps=3e-6)
@@ -112,7 +118,8 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     jax.eval_shape(update.update, 0, 0)
     assert seen["train_step"] == rest
     assert given["train_step"][-2:] == (run.objective, options)
-    assert {key: getattr(run.objective, key) for key in CLIP} == CLIP
+    clip = CLIP | {"dual_clip": 3.0}
+    assert {key: getattr(run.objective, key) for key in clip} == clip
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""CARE as the paper has it, as its released code has it, and one arm per difference.
+
+    python -m experiments.sweep --experiment=experiments/released.py --base=repair --seeds=5
+
+The differences are those of `configs/care_released.py`, each alone on the paper's CARE; `tokens`
+contains `kl_all`, without which it has no meaning.
+"""
+
+from configs.arms import with_arm
+from configs.care_released import DIFFERENCES, with_think_tag
+
+_GRPO = {"rl.objective": "grpo", "rl.learning_rate": 1e-3}  # the rate of experiments/repair.py
+ARMS = (
+    {"care": {}}
+    | DIFFERENCES
+    | {
+        "released": {key: value for each in DIFFERENCES.values() for key, value in each.items()},
+        "grpo": _GRPO,
+        "grpo_slow": _GRPO | {"rl.learning_rate": 2.5e-4},
+    }
+)
+REFERENCE = "care"
+COLUMNS = (
+    "acc,gain,held_out_equal_tokens,held_out_equal_tokens:lead,held_out_area,held_out_area:lead,"
+    "reflect_success,think_tokens,decoded_tokens"
+)
+PANELS = "held_out_by_tokens,held_out_equal_tokens:lead"
+
+
+def get_config(arm: str = REFERENCE):
+    return with_think_tag(with_arm(ARMS, arm))
