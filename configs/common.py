@@ -197,8 +197,8 @@ def get_config() -> ConfigDict:
     # by the trainer, which costs a forward pass. The metrics mismatch/* compare the two.
     rl.old_logp = "sampler"
     # Where the advantage is negative, a token's ratio to π_old counts as at most this (dual clip,
-    # arXiv 1912.09729); inf: it has no such bound. verl, EasyR1 and CARE's released code: 3.
-    rl.dual_clip = float("inf")
+    # arXiv 1912.09729), above 1; 0: there is no such bound. verl, EasyR1, CARE's released code: 3.
+    rl.dual_clip = 0.0
     # With old_logp "trainer": weighs each token's surrogate by π_old over the probability that the
     # sampler drew it with. "truncate": at most correction_cap; "mask": 0 outside [1 /
     # correction_cap, correction_cap]; "none": all weights are 1.

@@ -77,17 +77,17 @@ def clipped_surrogate(
     *,
     clip_low: float,
     clip_high: float,
-    dual_clip: float = math.inf,
+    dual_clip: float = 0.0,
 ) -> Float[Array, " T"]:
     """min{ρ_t a_t, clip(ρ_t, 1 - low, 1 + high) a_t}, ρ_t = exp(log π_θ - log π_old) (eq:ppo).
 
     To be maximised. The log-ratio (nats) is clamped to ±MAX_LOG_RATIO. For a_t < 0 it is at least
     c·a_t, c = `dual_clip` (Ye et al. 2020, arXiv 1912.09729): a token that has become much more
-    likely cannot dominate the update.
+    likely cannot dominate the update. 0: no such bound.
     """
     ratio = _ratio(logp, old_logp)
     clipped = jnp.minimum(ratio * a, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * a)
-    if math.isinf(dual_clip):
+    if not dual_clip:
         return clipped
     return jnp.where(a < 0, jnp.maximum(clipped, dual_clip * a), clipped)
 
@@ -154,11 +154,13 @@ def is_clipped(
     *,
     clip_low: float,
     clip_high: float,
-    dual_clip: float = math.inf,
+    dual_clip: float = 0.0,
 ) -> Bool[Array, " T"]:
     """Tokens whose gradient in `clipped_surrogate` is zero because of a clip."""
     ratio = _ratio(logp, old_logp)
-    is_outside = (ratio < 1 - clip_low) | (ratio > dual_clip)
+    is_outside = ratio < 1 - clip_low
+    if dual_clip:
+        is_outside |= ratio > dual_clip
     return ((a > 0) & (ratio > 1 + clip_high)) | ((a < 0) & is_outside)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 
 from ml_collections import ConfigDict
@@ -32,7 +31,7 @@ class Objective:
     # Reflected rows are trained without the context they were sampled with, so that the sampler's
     # log-probabilities cannot serve as π_old.
     is_reframed: bool = False
-    dual_clip: float = math.inf  # bound of the importance ratio where the advantage is negative
+    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative; 0: none
     has_sequence_ratio: bool = False  # one importance ratio per response, not per token (GSPO)
     correction: str = "none"  # rl.correction, as the next; see `objective.correction_weight`
     correction_cap: float = 2.0

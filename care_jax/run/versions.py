@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection
+from typing import Any
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -28,7 +29,7 @@ _PACKAGES = (
 
 def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Writes config.json, with the versions of code and libraries."""
-    fields = json.loads(config.to_json_best_effort()) | {"versions": versions()}
+    fields = _fields(config) | {"versions": versions()}
     write_whole(workdir / "config.json", json.dumps(fields, indent=2) + "\n")
 
 
@@ -45,7 +46,7 @@ def write_start(
     "given"}: changed are the keys set on the command line, given the stages whose examples came
     from Python.
     """
-    fields = leaves(json.loads(config.to_json_best_effort()))
+    fields = leaves(_fields(config))
     prefixes = tuple(f"{key.partition('[')[0]}." for key in overridden)
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -57,6 +58,11 @@ def write_start(
     }
     with (workdir / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(start, ensure_ascii=False) + "\n")
+
+
+def _fields(config: ConfigDict) -> dict[str, Any]:
+    """The configuration as JSON has it, which has no infinite numbers: they become strings."""
+    return json.loads(config.to_json_best_effort(), parse_constant=str)
 
 
 def command(argv: list[str]) -> str:

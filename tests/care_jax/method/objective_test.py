@@ -129,7 +129,7 @@ def test_a_dual_clip_bounds_the_ratio_of_bad_tokens(ratio, a, value, slope):
     st.lists(
         st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=6, max_size=6
     ),
-    st.sampled_from([3.0, math.inf]),
+    st.sampled_from([3.0, 0.0]),
 )
 def test_clipped_tokens_are_those_without_gradient(rows, dual_clip):
     logp, old_logp, a = jnp.array(rows, jnp.float32).T

@@ -36,6 +36,22 @@ def test_a_start_has_the_command_the_devices_and_what_the_command_line_changed(
     assert again["changed"] == {} and first["time"].endswith("+00:00")
 
 
+def test_infinite_settings_are_strings_since_json_has_no_such_numbers(tmp_path):
+    config = tiny.get_config()
+    config.state_check.max_loss_factor = float("inf")
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    versions.write_config(config, tmp_path)
+    versions.write_start(config, tmp_path, mesh, {"state_check.max_loss_factor": 0})
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    texts = [(tmp_path / name).read_text() for name in ("config.json", "starts.jsonl")]
+    settings, start = (json.loads(text, parse_constant=refuse) for text in texts)
+    assert settings["state_check"]["max_loss_factor"] == "Infinity"
+    assert start["changed"] == {"state_check.max_loss_factor": "Infinity"}
+
+
 @pytest.mark.parametrize(
     ("argv", "shown"),
     [
