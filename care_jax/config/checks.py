@@ -208,6 +208,11 @@ def _check_rl_steps(config: ConfigDict) -> None:
             f"probability to the sampler's, and rl.old_logp {rl.old_logp!r} leaves out the former; "
             "set rl.old_logp to 'trainer', or rl.correction to 'none'"
         )
+    if 0 < rl.dual_clip <= 1:
+        raise ValueError(
+            f"rl.dual_clip {rl.dual_clip} would clip the ratios of an unchanged policy; set it above "
+            "1, such as 3, or to 0"
+        )
     section = config[rl.objective]
     if section.get("rule") == "nearest_diverse" and section.M < section.K:
         raise ValueError(

@@ -104,7 +104,6 @@ def _is_rule(value: Any) -> bool:
 
 
 _ANY = Check(lambda value: not isinstance(value, float) or math.isfinite(value), "be finite")
-_DUAL_CLIP = Check(lambda value: value == 0 or 1 < value < math.inf, "be 0 or lie in (1, inf)")
 _RULES = _each(_is_rule, "have the form of (('batch', ('data', 'fsdp')),)")
 _SOURCES = _each(_is_section, "have the form of (common.source('jsonl', path='a.jsonl'),)")
 _STAGES = _each(
@@ -225,7 +224,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("rl.top_p", "(0, 1]", FIXED),
     ("rl.format_weight", "[0, 1]", FIXED),
     ("rl.old_logp", ("sampler", "trainer"), FIXED),
-    ("rl.dual_clip", _DUAL_CLIP, FIXED),
+    ("rl.dual_clip", "[0, inf)", FIXED),
     ("rl.correction", CORRECTIONS, FIXED),
     ("rl.correction_cap", "(1, inf)", FIXED),
     ("rl.replay_routes", _ANY, FIXED),

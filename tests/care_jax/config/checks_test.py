@@ -71,6 +71,10 @@ REFUSED = {
         {"care.K": 20},
         r"care\.M 6 candidates must hold care\.K 20 .*; add --config\.care\.M=20",
     ),
+    "a dual clip of unchanged policies": (
+        {"rl.dual_clip": 1.0},
+        r"dual_clip 1\.0 would clip .*; set it above 1, such as 3, or to 0",
+    ),
     "a mean over rollouts that are not in the batch": (
         {"care.mean": "tokens"},
         r"mean 'tokens' counts .*kl_rows 'subgroup' leaves .*; add --config\.care\.kl_rows=all",
