@@ -1,7 +1,4 @@
-"""Qwen3-VL-30B-A3B-Instruct, a sparse model, on TPUs: CARE on JSONL files, as in the 3B's config.
-
-JAX has no grouped product for GPUs yet: there every token would be computed by all experts.
-"""
+"""Qwen3-VL-30B-A3B-Instruct, a sparse model: CARE on JSONL files, as in the 3B's config."""
 
 from ml_collections import ConfigDict
 

@@ -210,8 +210,8 @@ def _check_rl_steps(config: ConfigDict) -> None:
         )
     if 0 < rl.dual_clip <= 1:
         raise ValueError(
-            f"rl.dual_clip {rl.dual_clip} would clip the ratios of an unchanged policy; set it above "
-            "1, such as 3, or to 0"
+            f"rl.dual_clip {rl.dual_clip} would clip the ratios of an unchanged policy; set it "
+            "above 1, such as 3, or to 0"
         )
     section = config[rl.objective]
     if section.get("rule") == "nearest_diverse" and section.M < section.K:
