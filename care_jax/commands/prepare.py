@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import json
 import pathlib
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +32,7 @@ from care_jax.data.readers import shards
 from care_jax.data.sources import check_section, open_section
 from care_jax.data.stages import open_prompts
 from care_jax.devices.standard_streams import outlive_readers
+from care_jax.run import lock
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
@@ -77,34 +77,31 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
             )
         return manifest
     inspect = _make_inspect(config)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed run
-    partial.mkdir(parents=True)
     index = DuplicateIndex(data.prepare.near_bits)
     manifest = {"config": expected, "num_examples": 0, "sources": {}, "benchmarks": {}}
-    with (
-        ThreadPoolExecutor(data.num_workers, "prepare") as workers,
-        (partial / LEFT_OUT).open("w", encoding="utf-8") as left_out,
-    ):
-        ahead = _AHEAD * data.num_workers
-        for name, examples in benchmarks.items():
-            rows = _in_order(examples, content_of, workers, ahead)
-            manifest["benchmarks"][name] = _index_benchmark(name, rows, index)
-        for name, examples in sources.items():
-            rows = _in_order(examples, inspect, workers, ahead)
-            shard_bytes = data.prepare.shard_megabytes * 2**20
-            writer = shards.ShardWriter(partial, name, shard_bytes=shard_bytes)
-            report = _clean(name, rows, index, writer, left_out)
-            manifest["sources"][name] = report
-            manifest["num_examples"] += report["kept"]
-            for benchmark, count in report.pop("in_benchmarks").items():
-                manifest["benchmarks"][benchmark]["removed"][name] = count
-    if not manifest["num_examples"]:
-        reasons = {name: report["left_out"] for name, report in manifest["sources"].items()}
-        raise ValueError(f"no example is left: {reasons}; check the sources' paths")
-    manifest["left_out_sha256"] = shards.sha256(partial / LEFT_OUT)
-    shards.write_manifest(partial, manifest)
-    partial.rename(out)
+    with lock.new_folder(out) as partial:
+        with (
+            ThreadPoolExecutor(data.num_workers, "prepare") as workers,
+            (partial / LEFT_OUT).open("w", encoding="utf-8") as left_out,
+        ):
+            ahead = _AHEAD * data.num_workers
+            for name, examples in benchmarks.items():
+                rows = _in_order(examples, content_of, workers, ahead)
+                manifest["benchmarks"][name] = _index_benchmark(name, rows, index)
+            for name, examples in sources.items():
+                rows = _in_order(examples, inspect, workers, ahead)
+                shard_bytes = data.prepare.shard_megabytes * 2**20
+                writer = shards.ShardWriter(partial, name, shard_bytes=shard_bytes)
+                report = _clean(name, rows, index, writer, left_out)
+                manifest["sources"][name] = report
+                manifest["num_examples"] += report["kept"]
+                for benchmark, count in report.pop("in_benchmarks").items():
+                    manifest["benchmarks"][benchmark]["removed"][name] = count
+        if not manifest["num_examples"]:
+            reasons = {name: report["left_out"] for name, report in manifest["sources"].items()}
+            raise ValueError(f"no example is left: {reasons}; check the sources' paths")
+        manifest["left_out_sha256"] = shards.sha256(partial / LEFT_OUT)
+        shards.write_manifest(partial, manifest)
     return shards.read_manifest(out)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +37,7 @@ from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.standard_streams import outlive_readers
 from care_jax.rl.rollout import compile_rollout, rollout_sizes
+from care_jax.run import lock
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 
@@ -119,28 +119,25 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
             f"expected right rationales in <{run.policy.think_tag}>, got none in "
             f"{len(tried.asked)} groups with both outcomes; give the data a `rationale`"
         )
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed command
-    partial.mkdir(parents=True)
-    writer = shards.ShardWriter(partial, _SOURCE, shard_bytes=_SHARD_BYTES)
-    for row in rows:
-        writer.write(row)
-    writer.close()
-    manifest = {
-        "config": {
-            "checkpoint": opened.name,
-            "questions": opened.num_questions,
-            "right_share": right_share,
-            "cue": run.config.care.cue,
-            "seed": seed,
-        },
-        "num_examples": len(rows),
-        "groups": {"asked": tried.num_asked, "both_outcomes": len(tried.asked)},
-        "rows_by_source": dict(sorted(Counter(row.source for row in rows).items())),
-        "sources": {_SOURCE: {"kept": len(rows), "shards": writer.shards}},
-    }
-    shards.write_manifest(partial, manifest)
-    partial.rename(out)
+    with lock.new_folder(out) as partial:
+        writer = shards.ShardWriter(partial, _SOURCE, shard_bytes=_SHARD_BYTES)
+        for row in rows:
+            writer.write(row)
+        writer.close()
+        manifest = {
+            "config": {
+                "checkpoint": opened.name,
+                "questions": opened.num_questions,
+                "right_share": right_share,
+                "cue": run.config.care.cue,
+                "seed": seed,
+            },
+            "num_examples": len(rows),
+            "groups": {"asked": tried.num_asked, "both_outcomes": len(tried.asked)},
+            "rows_by_source": dict(sorted(Counter(row.source for row in rows).items())),
+            "sources": {_SOURCE: {"kept": len(rows), "shards": writer.shards}},
+        }
+        shards.write_manifest(partial, manifest)
     return manifest
 
 

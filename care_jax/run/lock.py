@@ -26,8 +26,10 @@ _MOST_BYTES = 1024
 
 
 @contextlib.contextmanager
-def held(workdir: pathlib.Path) -> Iterator[None]:
+def held(workdir: pathlib.Path, *, flag: str = "--workdir") -> Iterator[None]:
     """Holds the lock of a workdir; every process of the run calls this.
+
+    `flag` is the command's that names the folder.
 
     Raises:
         ValueError: another run holds it; names its process and host.
@@ -38,13 +40,33 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
             file = stack.enter_context((workdir / NAME).open("a+", encoding="utf-8"))
             folder = os.open(workdir, os.O_RDONLY)
             stack.callback(os.close, folder)
-            refusal = _take(file.fileno(), folder, workdir)
+            refusal = _take(file.fileno(), folder, workdir, flag)
         if refusal := distributed.gather_json(refusal)[0]:
             raise ValueError(refusal)
         yield
 
 
-def _take(file: int, folder: int, workdir: pathlib.Path) -> str:
+@contextlib.contextmanager
+def new_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty folder beside `out` that becomes `out` at the end, so that `out` is whole.
+
+    What a killed command left there is deleted.
+
+    Raises:
+        ValueError: another process writes it.
+    """
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with held(partial, flag="--out"):
+        for path in partial.iterdir():
+            if path.name != NAME:
+                path.unlink()
+        yield partial
+        (partial / NAME).unlink()
+        partial.rename(out)
+
+
+def _take(file: int, folder: int, workdir: pathlib.Path, flag: str) -> str:
     """Locks both and writes the holder's name to the file; returns the error if they cannot be had.
 
     That is if another run has them, or the file is something else, which would be lost.
@@ -58,7 +80,7 @@ def _take(file: int, folder: int, workdir: pathlib.Path) -> str:
     except BlockingIOError:
         text = path.read_text(encoding="utf-8", errors="replace")
         holder = " ".join(text.split()) or "another process"
-        advice = "wait until it ends, end it, or choose another --workdir"
+        advice = f"wait until it ends, end it, or choose another {flag}"
         return f"{workdir} is in use by {holder}; {advice}"
     except OSError as error:
         line = f"{workdir} cannot be locked ({error.strerror}); do not start a second run in it"

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from care_jax.run.lock import NAME, held
+from care_jax.run.lock import NAME, held, new_folder
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOLD = """
@@ -77,3 +77,21 @@ def test_a_file_that_is_no_lock_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match=r"has 2700 bytes and is not the file"), held(tmp_path):
         pass
     assert (tmp_path / NAME).read_text() == lines
+
+
+def test_a_new_folder_is_whole_and_written_by_one_process(tmp_path):
+    out = tmp_path / "in" / "out"
+    partial = tmp_path / "in" / "out.partial"
+    partial.mkdir(parents=True)
+    (partial / "rows").write_text("of a killed command")
+    with new_folder(out) as folder:
+        assert folder == partial and not (folder / "rows").exists() and not out.exists()
+        (folder / "rows").write_text("whole")
+        in_use = r"partial is in use by .* or choose another --out"
+        with pytest.raises(ValueError, match=in_use), new_folder(out):
+            pass
+        assert (folder / "rows").read_text() == "whole"
+    assert [path.name for path in out.iterdir()] == ["rows"] and not partial.exists()
+    with pytest.raises(KeyError), new_folder(tmp_path / "other"):
+        raise KeyError
+    assert not (tmp_path / "other").exists()
