@@ -4,7 +4,7 @@
 |---|---|
 | initial weights, LoRA adapters | `key(seed)` |
 | RL draw n = step + try · num_steps (see `stages.rl`) | `fold_in(key(seed), n)` |
-| evaluation, `commands.probe`, `commands.repairs` | `fold_in(key(seed), number)`, numbers below |
+| evaluation, `commands.probe`, `repairs` and `gradients` | `fold_in(key(seed), number)`, numbers below |
 | rounding of updates to bfloat16 (`learning.train_step`) | `fold_in(key(0), step)` |
 
 Streams for many prompts fold in the prompt's index. The data are shuffled by grain, with `seed`.
@@ -16,6 +16,7 @@ from jaxtyping import PRNGKeyArray
 EVALUATION = 2**31 - 1
 PROBE = 2**31 - 2
 REPAIRS = 2**31 - 3
+GRADIENTS = 2**31 - 4
 
 
 def key_of(seed: int, number: int) -> PRNGKeyArray:
