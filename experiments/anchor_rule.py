@@ -4,6 +4,8 @@ from configs.arms import with_arm
 
 ARMS = {rule: {"care.anchor_rule": rule} for rule in ("shortest", "random")}
 REFERENCE = "shortest"
+COLUMNS = "acc,gain,lead,think_tokens,benchmarks,decoded_tokens"
+PANELS = "accuracy,think_tokens"
 
 
 def get_config(arm: str = REFERENCE):

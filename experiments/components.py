@@ -11,6 +11,7 @@ ARMS = {
     "anchor_rgr": {"care.reflect": True},
 }
 REFERENCE = "grpo"
+COLUMNS = "start,acc,gain,lead,benchmarks,response_tokens,decoded_tokens"
 
 
 def get_config(arm: str = REFERENCE):

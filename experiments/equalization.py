@@ -1,5 +1,6 @@
-"""The number of negatives K, with and without equalisation for K' < K (fig:k_eq_acc_ci).
+"""The number of negatives K, with and without equalisation for K' < K.
 
+fig:k_eq_acc_ci and, for the KL, fig:k_eq_kl_ci; the latter needs `care.beta` above 0.
 `k_4_batch` has the mean over the batch's S*, under which prompts of every K' have equal credit.
 """
 
@@ -11,6 +12,8 @@ ARMS = {
     for equalize in (True, False)
 } | {"k_4_batch": {"care.mean": "batch"}}
 REFERENCE = "k_4"
+COLUMNS = "acc,gain,lead,kl,benchmarks,decoded_tokens"
+PANELS = "accuracy,kl"
 
 
 def get_config(arm: str = REFERENCE):

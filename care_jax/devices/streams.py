@@ -4,7 +4,7 @@
 |---|---|
 | initial weights, LoRA adapters | `key(seed)` |
 | RL draw n = step + try · num_steps (see `stages.rl`) | `fold_in(key(seed), n)` |
-| evaluation, `commands.probe`, `repairs` and `gradients` | `fold_in(key(seed), number)`, numbers below |
+| evaluation, probe, repairs, gradients | `fold_in(key(seed), number)`, numbers below |
 | rounding of updates to bfloat16 (`learning.train_step`) | `fold_in(key(0), step)` |
 
 Streams for many prompts fold in the prompt's index. The data are shuffled by grain, with `seed`.

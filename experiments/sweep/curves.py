@@ -88,16 +88,18 @@ def held_out_at_tokens(outcome: Outcome, tokens: float) -> float:
     return float(np.interp(tokens, decoded, y))
 
 
-def gain_after_rescue(outcome: Outcome, num_steps: int) -> float | None:
-    """Rise of the rollout accuracy y after a rescue, mean over the rescued groups (fig:rescue).
+def gain_after(rate: str, outcome: Outcome, num_steps: int) -> float | None:
+    """Rise of the rollout accuracy y after a group was triggered, mean over the triggered groups.
 
-    A group rescued in step t counts y(t + num_steps) - y(t), or is left out if the run ends before.
-    None if no group was rescued, as under objectives other than CARE.
+    `rate` is the metric with the share of them in a step: "rescue_rate" (fig:rescue) or
+    "reflect_rate" (fig:srefl_ablation). A group triggered in step t counts y(t + num_steps) - y(t),
+    or is left out if the run ends before. None if there was none, as under objectives other than
+    CARE.
 
     Raises:
         NotLogged: the run has at most `num_steps` steps.
     """
-    acc, rates = rollouts(outcome), np.nan_to_num(outcome.series("rescue_rate"))[:-num_steps]
+    acc, rates = rollouts(outcome), np.nan_to_num(outcome.series(rate))[:-num_steps]
     if len(acc) <= num_steps:
         raise NotLogged(f"set rl.num_steps above {num_steps}")
     if not rates.any():

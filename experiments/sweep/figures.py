@@ -170,6 +170,25 @@ def _held_out_by_tokens(outcome: Outcome) -> curves.Curve:
     return curves.tokens_after(outcome, x) / 1e6, 100 * y
 
 
+def _difference_by_step(name: str, label: str) -> Panel:
+    """A metric by step, less that of the reference arm with the same seed (fig:neg_penalty)."""
+
+    def panel(axes: Axes, arms: Arms, reference: str) -> list[Point]:
+        references = {outcome.seed: outcome for outcome in arms.get(reference, ())}
+
+        def difference(outcome: Outcome) -> curves.Curve:
+            if outcome.seed not in references:
+                raise NotLogged(f"run {reference} with seed {outcome.seed} too")
+            x = np.arange(len(curves.rollouts(outcome)), dtype=float)
+            return x, outcome.series(name) - references[outcome.seed].series(name)
+
+        others = {arm: outcomes for arm, outcomes in arms.items() if arm != reference}
+        y_label = f"{label}, less that of {reference}"
+        return _curve(difference, "steps", y_label, num_bins=_BINS)(axes, others, reference)
+
+    return panel
+
+
 def _buckets(
     columns: Mapping[str, tuple[str, str]], power: float, x_label: str, y_label: str
 ) -> Panel:
@@ -224,6 +243,10 @@ PANELS: dict[str, Panel] = {
         _held_out_by_tokens, "decoded tokens, M", "held-out acc, %", num_bins=0
     ),
     "reward_by_step": _curve(_reward_by_step, "steps", "reward of rollouts", num_bins=_BINS),
+    "clip_rate_difference": _difference_by_step(
+        "clip_rate_negative_answer", "clip rate of negatives' answers"
+    ),
+    "variance_ratio_difference": _difference_by_step("variance_ratio", "Var(A⁻)/Var(A⁺)"),
     "anchor_buckets": _buckets({"anchor": ("o-", "")}, 0.5, "√K′", "A_raw of the anchor"),
     "negative_buckets": _buckets(
         {"negative": ("o-", "")}, -0.5, "1/√K′", "mean A_raw of the negatives"

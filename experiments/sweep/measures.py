@@ -137,10 +137,15 @@ def _over_groups(name: str, statistic: Callable) -> _Of:
 MEASURES = {
     "acc": Measure("held-out acc, %", _final("acc")),
     "gain": Measure("gain over the start", lambda run, _: _points(run.final, run.start)),
+    "start": Measure(
+        "held-out acc before RL, %",
+        _percent(lambda run: run.start.get(curves.acc_name(run.start)))),
     "lead": Measure("lead over {reference}",
                     _over_reference(lambda ours, theirs: _points(ours.final, theirs.final))),
     "response_tokens": Measure("response tokens", _tail_mean("response_tokens")),
     "think_tokens": Measure("think tokens", _tail_mean("think_tokens")),
+    "kl": Measure("KL to the reference, nats", _tail_mean("kl_ref"), ".3f"),
+    "a_raw_anchor": Measure("A_raw of the anchor", _tail_mean("a_raw/anchor"), ".3f"),
     "decoded_tokens": Measure(
         "decoded tokens, M",
         lambda run, _: run.steps[-1]["decoded_tokens"] / 1e6 if run.steps else None, ".2f"),
@@ -162,7 +167,10 @@ MEASURES = {
         lambda run, _: float(run.num_triggers[-1]) if run.steps else None, ".0f"),
     "rescue_gain@50": Measure(
         "rollout acc, 50 steps after a rescue, points",
-        _percent(lambda run: curves.gain_after_rescue(run, 50))),
+        _percent(lambda run: curves.gain_after("rescue_rate", run, 50))),
+    "reflect_gain@300": Measure(
+        "rollout acc, 300 steps after a repair, points",
+        _percent(lambda run: curves.gain_after("reflect_rate", run, 300))),
     "acc_at_50": dataclasses.replace(
         lead_of(Measure("", _percent(lambda run: curves.rollouts_at(run, 50)))),
         label="ΔAcc@50, points"),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from experiments.sweep.curves import gain_after_rescue
+from experiments.sweep.curves import gain_after
 from experiments.sweep.measures import columns_of, mean_interval, measure_named
 from experiments.sweep.outcome import NotLogged, with_shared_tokens
 
@@ -138,11 +138,13 @@ def test_the_gain_after_a_rescue_is_weighted_by_rescued_groups(make_outcome):
     """
     acc, rates = [0.1, 0.1, 0.3, 0.5, 0.9], [0.1, 0.3, 0.0, 0.9, 0.9]
     outcome = make_outcome(num_steps=5, acc=acc, rescue_rate=rates)
-    assert gain_after_rescue(outcome, 2) == pytest.approx((0.2 + 3 * 0.4) / 4)
+    assert gain_after("rescue_rate", outcome, 2) == pytest.approx((0.2 + 3 * 0.4) / 4)
     late = make_outcome(acc=[0.1] * 50 + [0.4] * 50, rescue_rate=0.5)
     assert value("rescue_gain@50", late) == pytest.approx(30)
     assert value("rescue_gain@50", make_outcome(acc=0.5, rescue_rate=0.0)) is None
     assert value("rescue_gain@50", make_outcome(acc=0.5, objective="grpo")) is None
+    repaired = make_outcome(num_steps=400, acc=[0.1] * 300 + [0.3] * 100, reflect_rate=0.5)
+    assert value("reflect_gain@300", repaired) == pytest.approx(20)
 
 
 @pytest.fixture

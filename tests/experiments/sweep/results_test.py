@@ -81,6 +81,7 @@ def test_every_panel_draws_what_there_is(make_outcome, tmp_path, num_seeds):
     metrics = {"acc": 0.5, "reward": list(np.linspace(0.8, 1, 100)), "decoded_tokens": tokens}
     rollouts = {"step": 0, "responses": [role(1.0, "anchor"), role(-1.0, "hard negative")]}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollouts) + "\n")
+    metrics |= {"clip_rate_negative_answer": 0.1, "variance_ratio": 0.5}
     metrics |= {"held_out": {0: 0.1, 100: 0.5}, "final": {"acc": 0.5}, "workdir": tmp_path}
     arms = {
         arm: [make_outcome(arm, seed, **metrics) for seed in range(num_seeds)]
@@ -123,6 +124,19 @@ def test_a_bin_is_the_mean_of_the_steps_at_which_the_metric_is_defined(make_outc
     for drawn in (of_seed, of_mean):
         assert [(each["x"], each["y"]) for each in drawn[:2]] == [(0.5, 1.0), (4.5, 4.0)]
         assert len(drawn) == 24
+
+
+def test_a_difference_by_step_is_to_the_reference_arm_of_the_same_seed(make_outcome):
+    rates = {("one", 0): [0.3, 0.5], ("two", 0): [0.1, 0.1], ("two", 1): [0.0, 0.0]}
+    arms = {}
+    for (arm, seed), rate in rates.items():
+        metrics = {"num_steps": 2, "acc": 0.5, "clip_rate_negative_answer": rate}
+        arms.setdefault(arm, []).append(make_outcome(arm, seed, **metrics))
+    points, text = points_of("clip_rate_difference", arms)
+    assert {each["arm"] for each in points} == {"two"}
+    found = [each["y"] for each in points if each["seed"] == 0]
+    assert found == pytest.approx([-0.2, -0.4])
+    assert text == "two not logged: run one with seed 1 too"
 
 
 def test_held_out_accuracy_over_tokens(make_outcome):
