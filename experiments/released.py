@@ -22,7 +22,7 @@ ARMS = (
 REFERENCE = "care"
 COLUMNS = (
     "acc,gain,held_out_equal_tokens,held_out_equal_tokens:lead,held_out_area,held_out_area:lead,"
-    "reflect_success,think_tokens,decoded_tokens"
+    "reflect_success,think_tokens,grad_clipped,decoded_tokens"
 )
 PANELS = "held_out_by_tokens,held_out_equal_tokens:lead"
 

@@ -69,7 +69,15 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
     assert [record["step"] for record in rl] == [0, 1, 2, 3]
     for name in (
         *("reward", "acc", "fmt", "anchor_rate", "rescue_rate", "skip_rate", "reflect_rate"),
-        *("clip_rate", "clip_rate_negative_answer", "kl_ref", "kl_old", "entropy", "grad_norm"),
+        *(
+            "clip_rate",
+            "clip_rate_negative_answer",
+            "kl_ref",
+            "kl_old",
+            "entropy",
+            "grad_norm",
+            "grad_clipped",
+        ),
         "rationale_share",
         *(f"mismatch/{name}" for name in ("kl", "mean", "p99", "max", "beyond_clip")),
         *("think_tokens", "answer_tokens", "response_tokens", "truncated_rate", "decoded_tokens"),

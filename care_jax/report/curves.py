@@ -24,6 +24,7 @@ CHARTS = (
     ("Response length", "tokens", ("response_tokens", "think_tokens", "answer_tokens")),
     ("Loss", "", ("loss", "nll")),
     ("Gradient norm", "", ("grad_norm",)),
+    ("Clipped gradients", "share of updates", ("grad_clipped",)),
     ("Accuracy by source", "", ("acc/*",)),
     ("Reward by component", "", ("reward/*",)),
     ("pass@k", "share of questions", ("pass@*",)),

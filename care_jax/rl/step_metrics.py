@@ -116,7 +116,12 @@ class StepLog:
         rolling, training = self._rolled_out - self._began[0], ended - self._rolled_out
         idle = 1 - (busy - self._began[1]) / (ended - self._began[0])
         self._began = ended, busy
-        applied = [metrics for metrics in updates if metrics]
+        most = run.config.rl.max_grad_norm
+        applied = [
+            {**metrics, "grad_clipped": float(metrics["grad_norm"] > most)}
+            for metrics in updates
+            if metrics
+        ]
         metrics = (
             group_metrics(run, drawn, everyone, len(draws))
             | {name: float(np.mean([of[name] for of in applied])) for name in (applied or [{}])[0]}

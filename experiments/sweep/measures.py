@@ -79,11 +79,11 @@ def _points(metrics: Mapping[str, float], others: Mapping[str, float]) -> float 
     return 100 * (metrics[name] - others[name]) if name in metrics and name in others else None
 
 
-def _tail_mean(name: str) -> _Of:
+def _tail_mean(name: str, share: float = _TAIL) -> _Of:
     """Mean over the last tenth of the steps, where a metric is defined; None if nowhere."""
 
     def of(outcome: Outcome, _) -> float | None:
-        values = outcome.series(name)[-max(1, round(_TAIL * len(outcome.steps))) :]
+        values = outcome.series(name)[-max(1, round(share * len(outcome.steps))) :]
         return float(np.nanmean(values)) if np.isfinite(values).any() else None
 
     return of
@@ -144,6 +144,8 @@ MEASURES = {
                     _over_reference(lambda ours, theirs: _points(ours.final, theirs.final))),
     "response_tokens": Measure("response tokens", _tail_mean("response_tokens")),
     "think_tokens": Measure("think tokens", _tail_mean("think_tokens")),
+    "grad_clipped": Measure(
+        "share of updates with clipped gradients", _tail_mean("grad_clipped", share=1), ".2f"),
     "kl": Measure("KL to the reference, nats", _tail_mean("kl_ref"), ".3f"),
     "a_raw_anchor": Measure("A_raw of the anchor", _tail_mean("a_raw/anchor"), ".3f"),
     "decoded_tokens": Measure(

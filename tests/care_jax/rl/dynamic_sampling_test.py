@@ -163,7 +163,11 @@ class DynamicScript:
             {prompt: {rows[0] for rows in rows} for prompt, rows in trees_of(batch).items()}
         )
         logp = jnp.zeros(batch.rows.tokens.shape)
-        return state.replace(step=state.step + 1), {"loss": jnp.float32(0)}, logp
+        return (
+            state.replace(step=state.step + 1),
+            dict.fromkeys(("loss", "grad_norm"), jnp.float32(0)),
+            logp,
+        )
 
     def programs(self):
         return scripted_update(

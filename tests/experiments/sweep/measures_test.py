@@ -57,6 +57,7 @@ def test_a_fluctuating_metric_is_averaged_over_the_last_tenth(make_outcome):
     assert value("response_tokens", make_outcome(response_tokens=lengths)) == 15
     assert value("think_tokens", make_outcome(think_tokens=[None] * 100)) is None
     assert value("think_tokens", make_outcome(think_tokens=[None] * 99 + [0.5])) == 0.5
+    assert value("grad_clipped", make_outcome(grad_clipped=[1.0] * 30 + [0.0] * 70)) == 0.3
 
 
 def test_reflections_count_one_by_one_over_the_whole_run(make_outcome):
