@@ -2,7 +2,7 @@
 
 DAPO samples about twice as many prompts here, to fill an update with mixed groups. Clip ranges and
 β are those of tab:train_config, except that `configs/tiny.py` sets β = 0 for CARE and GRPO.
-Dr. GRPO and RLOO are not in the paper.
+The paper cites Dr. GRPO and RLOO and compares with neither.
 """
 
 from configs.arms import with_arm

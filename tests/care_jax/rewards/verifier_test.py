@@ -181,6 +181,28 @@ def test_symbolic_answers_keep_their_places_and_are_remembered(verifier):
     assert (new["symbolic_calls"], new["cached"]) == (3, 5)
 
 
+# app:cases: the gold answer, that of anchor and repair, and the results of the hard negatives'
+# rationales, which have no answer span there.
+NEGATIVE_4 = '\\text{the "Critical" view or the "Sex abuse scandal"}'
+PAPER_CASES = {
+    "geometry": ("7", "7", ("-1", "17")),
+    "chart": ("19800", "19800", ("2475", "24750")),
+    "circle": ("5\\sqrt{3}", "5\\sqrt{3}", ("5", "5\\sqrt{5}")),
+    "legend": (
+        *("NET Excellent/good", "\\text{NET Excellent/good}"),
+        (NEGATIVE_4, "\\text{NET Only fair/poor}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAPER_CASES)
+def test_the_papers_cases_are_judged_as_in_the_paper(verifier, case):
+    gold, right, wrong = PAPER_CASES[case]
+    texts = [response(f"\\boxed{{{answer}}}") for answer in (right, *wrong)]
+    verdicts = verifier.verify(texts, [gold] * 3)
+    assert [(verdict.acc, verdict.fmt) for verdict in verdicts] == [(1, 1), (0, 1), (0, 1)]
+
+
 def test_extraction_for_evaluation_is_looser():
     assert extract_answer("<answer>6</answer> no, <answer>7</answer>") == "7"
     assert extract_answer("<think>\\boxed{6}</think> so 7") == "7"
