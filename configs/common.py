@@ -127,6 +127,8 @@ def get_config() -> ConfigDict:
     # some kinds of question, see `care_jax/data/drawn/`.
     data.teacher_error = 0.0  # wrong results
     data.misread_share = 0.0  # source readings: wrong readings
+    data.mixed_errors = False  # source readings: both errors in every kind of question
+    data.lucky_share = 0.0  # source readings: wrong readings whose answer is right
     data.cue_share = 0.0  # rationales that contain the repair cue
     data.min_pixels = 262144  # (open) minimum height x width that images are resized to
     data.max_pixels = 1003520  # maximum; the paper's code, on Geometry3K alone, has 4194304

@@ -21,7 +21,10 @@ from care_jax.method.objectives import OBJECTIVES
 TRAINING = ("sft", "rl")  # the stages that train
 # Prefixes of the keys that no other stage's weights depend on.
 _ONLY_IN = {
-    "sft": ("sft.", "data.sft.", "data.teacher_error", "data.misread_share", "data.cue_share"),
+    "sft": (
+        *("sft.", "data.sft.", "data.teacher_error", "data.misread_share", "data.mixed_errors"),
+        *("data.lucky_share", "data.cue_share"),
+    ),
     "rl": ("rl.", "data.train.", "data.buckets", "verifier.", *(f"{name}." for name in OBJECTIVES)),
 }
 

@@ -14,6 +14,9 @@ the kinds of question:
 - In `MISCOMPUTED` kinds it counts correctly and gives a wrong result (`teacher_error`, as in
   `synthetic`). Counting again does not repair it; credit on the answer tokens does.
 
+With `mixed_errors` every kind has both: what is not misread may be miscomputed. A lucky response
+(`lucky_share`) misreads and miscomputes so that the answer is right, in the longest wording.
+
 A repair (`cue_share`) is a rationale, the cue, and the right rationale in another wording. The
 first rationale has a wrong count, in all kinds of question, except in a share `_RIGHT_PREFIX`.
 
@@ -99,6 +102,8 @@ class ReadingsSource(Sequence[Example]):
     kinds: tuple[str, ...] = KINDS
     misread_share: float = 0.0  # of responses of `MISREAD` kinds with a wrong count
     teacher_error: float = 0.0  # of responses of `MISCOMPUTED` kinds with a wrong result
+    mixed_errors: bool = False  # both mistakes in every kind
+    lucky_share: float = 0.0  # of responses with a wrong count and the right answer; no repairs
     cue_share: float = 0.0  # of responses that are repairs, with the right answer
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"
@@ -126,11 +131,14 @@ class ReadingsSource(Sequence[Example]):
             first = count if is_right else _misreading(rng, kind, count, b)
             wrong = _rationale(rng, kind, diagram, b, first)
             stated = "".join(splits_and_repairs.repair(wrong, self.cue, right))
-        elif kind in MISREAD and rng.random() < self.misread_share:
+        elif self.lucky_share and rng.random() < self.lucky_share:
+            reading = _misreading(rng, kind, count, b)
+            stated = max((_rationale(rng, kind, diagram, b, reading) for _ in range(32)), key=len)
+        elif self._may(kind, MISREAD) and rng.random() < self.misread_share:
             reading = _misreading(rng, kind, count, b)
             stated = _rationale(rng, kind, diagram, b, reading)
             response_answer = _result(kind, reading, b)
-        elif kind in MISCOMPUTED and rng.random() < self.teacher_error:
+        elif self._may(kind, MISCOMPUTED) and rng.random() < self.teacher_error:
             response_answer = mistake(answer)
         tag = self.think_tag
         return Example(
@@ -142,6 +150,9 @@ class ReadingsSource(Sequence[Example]):
             rationale=right,
             response=f"<{tag}>{stated}</{tag}><answer>{response_answer}</answer>",
         )
+
+    def _may(self, kind: str, kinds: tuple[str, ...]) -> bool:
+        return self.mixed_errors or kind in kinds
 
 
 def texts() -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Drawn figures whose rationale states its reading: what is right, and which mistakes are drawn."""
 
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -71,6 +72,24 @@ def test_each_half_of_the_kinds_has_one_mistake():
         ]
     assert np.mean(misread) == pytest.approx(0.75, abs=0.04)
     assert np.mean(miscomputed) == pytest.approx(0.3, abs=0.04)
+
+
+def test_every_kind_may_have_both_mistakes_and_some_responses_are_lucky():
+    shares = {"misread_share": 0.3, "teacher_error": 0.5, "lucky_share": 0.2}
+    source = ReadingsSource(3000, mixed_errors=True, **shares)
+    counts, lengths = Counter(), {True: [], False: []}
+    for i in range(len(source)):
+        kind, (reading,), number, rationale, answer = parts_of(source[i])
+        is_misread = reading != drawn(source[i])
+        is_right = answer == int(source[i].answer)
+        assert is_right or not is_misread or answer == computed(kind, reading, number)
+        counts[kind, is_misread, is_right] += 1
+        lengths[is_misread and is_right].append(len(rationale))
+    for kind in KINDS:
+        total = sum(count for key, count in counts.items() if key[0] == kind)
+        shares = [counts[kind, *key] / total for key in ((1, 1), (1, 0), (0, 0), (0, 1))]
+        assert shares == pytest.approx([0.2, 0.8 * 0.3, 0.8 * 0.7 * 0.5, 0.8 * 0.7 * 0.5], abs=0.05)
+    assert np.mean(lengths[True]) > np.mean(lengths[False]) + 20
 
 
 def test_repairs_begin_with_a_wrong_reading_mostly_and_end_right():
