@@ -77,11 +77,11 @@ ARM = "experiments/anchor_rule.py"
     [
         (
             f"{ARM}:longest",
-            f"{ARM}:10: arm must be one of shortest, random, got 'longest'; write arm or arm@base",
+            f"{ARM}:12: arm must be one of shortest, random, got 'longest'; write arm or arm@base",
         ),
         (
             f"{ARM}:random@huge",
-            f"{ARM}:10: 'random@huge' names a base that is not in configs/: huge",
+            f"{ARM}:12: 'random@huge' names a base that is not in configs/: huge",
         ),
         (
             "configs/tiny.py:gpt",
