@@ -10,9 +10,9 @@ for a repaired answer, and its rescue, which takes ill-formed pseudo-anchors and
 farthest failure.
 """
 
-import importlib
-
 from ml_collections import ConfigDict
+
+from configs.arms import with_arm
 
 # A form at the end of the failed rationale; only the answer is sampled. {tag}: data.think_tag.
 CUE = "\n<repair>\nMistake:\nFix:\nCorrected final answer:\n</repair></{tag}><answer>"
@@ -35,14 +35,12 @@ DIFFERENCES = {
 }
 
 
+RELEASED = {key: value for changes in DIFFERENCES.values() for key, value in changes.items()}
+
+
 def get_config(base: str = "qwen25vl_7b") -> ConfigDict:
     """The configuration `base`, `file` or `file:argument`, with all differences."""
-    name, _, argument = base.partition(":")
-    module = importlib.import_module(f"{__package__}.{name}")
-    config = module.get_config(argument) if argument else module.get_config()
-    for changes in DIFFERENCES.values():
-        config.update_from_flattened_dict(changes)
-    return with_think_tag(config)
+    return with_think_tag(with_arm({"released": RELEASED}, f"released@{base}"))
 
 
 def with_think_tag(config: ConfigDict) -> ConfigDict:

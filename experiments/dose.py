@@ -19,7 +19,7 @@ answer. The cue is not taught, which would favour objectives that give rationale
 """
 
 from configs.arms import with_arm
-from configs.care_released import DIFFERENCES, with_think_tag
+from configs.care_released import RELEASED, with_think_tag
 
 TASKS = {
     "misread": (0.8, 0.1),
@@ -32,7 +32,7 @@ OBJECTIVES = {
     "anchor": {"care.reflect": False},
     "care": {},
     "uniform": {"care.reflect": False, "care.region_weights": False},
-    "released": {key: value for each in DIFFERENCES.values() for key, value in each.items()},
+    "released": RELEASED,
     "nearest": {"care.reflect": False, "care.K": 2, "care.rule": "nearest"},
     "farthest": {"care.reflect": False, "care.K": 2, "care.rule": "farthest"},
 }

@@ -7,14 +7,14 @@ contains `kl_all`, without which it has no meaning.
 """
 
 from configs.arms import with_arm
-from configs.care_released import DIFFERENCES, with_think_tag
+from configs.care_released import DIFFERENCES, RELEASED, with_think_tag
 
 _GRPO = {"rl.objective": "grpo", "rl.learning_rate": 1e-3}  # the rate of experiments/repair.py
 ARMS = (
     {"care": {}}
     | DIFFERENCES
     | {
-        "released": {key: value for each in DIFFERENCES.values() for key, value in each.items()},
+        "released": RELEASED,
         "grpo": _GRPO,
         "grpo_slow": _GRPO | {"rl.learning_rate": 2.5e-4},
     }

@@ -45,6 +45,8 @@ def error_of(parsed):
 def test_an_arm_is_a_config_file_with_an_argument(parsed):
     config = parsed("--config=experiments/anchor_rule.py:random", "--config.seed=7")
     assert (config.care.anchor_rule, config.seed) == ("random", 7)
+    config = parsed("--config=configs/care_released.py:tiny:qwen3_vl")
+    assert config.rl.dual_clip == 3 and config.care.cue.endswith("</reasoning><answer>")
 
 
 def test_keys_may_stand_before_their_file_and_apart_from_their_values(parsed):
