@@ -77,6 +77,8 @@ MUTATIONS = (
          "k3 of the inverse ratio"),
         ("(sums / jnp.maximum(counts, 1))[index]", "sums[index]",
          "GSPO's ratio is the product over tokens, not the geometric mean"),
+        ("jnp.maximum(clipped, dual_clip * a)", "jnp.minimum(clipped, dual_clip * a)",
+         "the dual clip bounds from above"),
     ),
     *_of(
         "care_jax/method/credit.py", "care_jax/method/credit_test.py",
@@ -84,6 +86,13 @@ MUTATIONS = (
          "DAPO's token mean counts the tokens of dropped groups"),
         ("is_sampled = rollouts.is_valid & ~rollouts.is_forced", "is_sampled = rollouts.is_valid",
          "the failed rationale and the cue are trained on"),
+        ("(scores.reward > 0)", "(scores.reward >= 0)",
+         "with care.success reward every answer is a success"),
+    ),
+    *_of(
+        "care_jax/commands/gradients.py", "care_jax/commands/gradients_test.py",
+        ("(products.sum() - np.trace(products))", "products.sum()",
+         "gradients are compared with their own noise"),
     ),
     *_of(
         "care_jax/method/spans.py", "care_jax/method/spans_test.py",
