@@ -59,13 +59,14 @@ from models import backbone
 
 ACCURACY = "accuracy"
 WHOLE = ""  # as a part: all of an objective
+_UNIFORM = {"care.region_weights": False}
 # Name -> keys that differ from the run's. The rollouts are the same under all of them.
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"rl.objective": "grpo"},
     "dapo": {"rl.objective": "dapo"},
     "dr_grpo": {"rl.objective": "dr_grpo"},
     "care": {},
-    "care, uniform": {"care.region_weights": False},
+    "care, uniform": _UNIFORM,
     "care, share 0.2": {"care.gamma_share": 0.2},
     "care, gamma_neg": {"care.gamma_neg": 0.005},
     "care, s 1": {"care.s": 1.0, "care.s_refl": 0.5},
@@ -74,6 +75,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "care, mean over tokens": {"care.mean": "tokens", "care.kl_rows": "all"},
     "care, no reflection": {"care.reflect": False},
     "care, no rescue": {"care.rescue": False},
+    "uniform, s 1": _UNIFORM | {"care.s": 1.0, "care.s_refl": 0.5},
+    "uniform, not equalised": _UNIFORM | {"care.equalize": False},
+    "uniform, mean over S*": _UNIFORM | {"care.mean": "batch"},
+    "uniform, no reflection": _UNIFORM | {"care.reflect": False},
 }
 IN_PARTS = ("care", "care, uniform")  # objectives whose parts are told apart
 
