@@ -5,7 +5,7 @@
     JAX_PLATFORMS=cpu python -m perf.first_hour --small
 
     rates            bfloat16 matmuls of 8192 x 8192, copies of 1 GiB
-    kernels          every attention kernel, at the shapes of all releases, bfloat16 and float32:
+    kernels          every attention kernel and the product of experts, bfloat16 and float32:
                      largest difference from dense attention, and time beside XLA's
     demo             configs/tiny.py, 30 steps of RL: its metrics beside those of a CPU
     decode_3b        prefill and decode steps with random weights, with and without the kernel, and

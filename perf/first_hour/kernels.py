@@ -1,6 +1,7 @@
-"""Attention kernels of the device: difference from dense attention, and time against XLA.
+"""Kernels of the device: attention at the shapes of every release, and the products of experts.
 
-At the shapes of every release, in bfloat16 and float32.
+Each with its difference from dense attention, or from a float32 product for each expert, and its
+time against XLA's, in bfloat16 and float32.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from care_jax.rl.rollout import rollout_sizes
 from care_jax.run import attention_check
 from care_jax.run.run import Run
 from models.attention.packed import AttentionImpl, attend, block_mask
+from models.grouped import grouped
 from perf.first_hour import backbone
 from perf.first_hour.parts import attempt
 from perf.first_hour.rates import best_seconds
 
 RELEASES = ("qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b")
+# Rows, experts, input and output width of a product: 2048 tokens, each with 8 of 128 experts.
+EXPERTS, SMALL_EXPERTS = (16384, 128, 2048, 768), (512, 4, 64, 48)
 DENSE_TOKENS = 2048  # maximum tokens of a row whose dense attention fits on a device
 
 
@@ -41,6 +45,10 @@ def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
                 labels = {"kernel": kernel, "dtype": dtype, "releases": names, "heads": heads}
                 row = functools.partial(KERNELS[kernel], runs[names[0]], heads)
                 yield from attempt(labels, lambda row=row: [row()], until)
+        shape = SMALL_EXPERTS if is_small else EXPERTS
+        labels = {"kernel": "experts", "dtype": dtype, "releases": ["qwen3vl_30b"]}
+        measured = functools.partial(experts, *shape, jnp.dtype(dtype))
+        yield from attempt(labels | {"heads": shape[1:]}, lambda row=measured: [row()], until)
 
 
 def heads_of(kernel: str, run: Run) -> tuple[int, int, int]:
@@ -88,6 +96,38 @@ KERNELS: dict[str, Callable[..., dict[str, Any]]] = {
     "images": _images,
     "decode": _decode,
 }
+
+
+def experts(
+    num_rows: int, num_experts: int, width_in: int, width_out: int, dtype
+) -> dict[str, Any]:
+    """Of the grouped product of uneven groups, one of them empty, with its gradients."""
+    shares = np.random.default_rng(0).dirichlet(np.full(num_experts - 1, 0.7))
+    sizes = np.append(np.floor(shares * num_rows), 0).astype(np.int32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (num_rows, width_in), (num_experts, width_in, width_out), (num_rows, width_out)
+    lhs, kernels, g = (jax.random.normal(*pair, dtype) for pair in zip(keys, shapes, strict=True))
+    g = jnp.where(jnp.arange(num_rows)[:, None] < sizes.sum(), g, 0)
+
+    def gradients(product, lhs, kernels, g):
+        out, pull_back = jax.vjp(lambda lhs, kernels: product(lhs, kernels, sizes), lhs, kernels)
+        return jnp.where(g == 0, 0, out), *pull_back(g.astype(out.dtype))
+
+    def in_float32(lhs, kernels, sizes):
+        arrays = (x.astype(jnp.float32) for x in (lhs, kernels))
+        return jax.lax.ragged_dot(*arrays, sizes, precision="highest")
+
+    def both(product):
+        return jax.jit(functools.partial(gradients, product))
+
+    pairs = zip(both(grouped)(lhs, kernels, g), both(in_float32)(lhs, kernels, g), strict=True)
+    apart = [float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max()) for a, b in pairs]
+    times = (
+        best_seconds(functools.partial(both(product), lhs, kernels, g))
+        for product in (grouped, jax.lax.ragged_dot)
+    )
+    names = "size", "forward", "backward", "seconds", "xla_seconds"
+    return dict(zip(names, (num_rows, apart[0], max(apart[1:]), *times), strict=True))
 
 
 def _trial_text(num_tokens: int):

@@ -62,7 +62,9 @@ def test_all_of_it_on_a_cpu(tmp_path):
         ("trl", "TRL's side: trl is not installed")
     ], log
     assert result.returncode == 1
-    assert [row["kernel"] for row in found["kernels"][:-1]] == ["text", "images", "decode"] * 2
+    assert [row["kernel"] for row in found["kernels"][:-1]] == [
+        *("text", "images", "decode", "experts") * 2
+    ]
     assert {row.get("part") for row in found["decode_3b"]} >= {"prefill", "decode"}
     assert sum(row["share"] for row in found["decode_3b"] if "share" in row) == pytest.approx(1)
     for name in ("update_3b", "update_7b"):
@@ -248,6 +250,16 @@ def test_a_kernel_is_compared_with_dense_attention(run, monkeypatch, is_wrong):
         row = kernels.KERNELS[kernel](run, kernels.heads_of(kernel, run))
         assert (row["forward"] > 1e-2) == (row["backward"] > 1e-2) == is_wrong, row
         assert row["seconds"] > 0 and row["xla_seconds"] > 0
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_product_of_experts_is_compared_with_one_in_float32(monkeypatch, is_wrong):
+    if is_wrong:
+        wrong = lambda lhs, kernels, sizes: 1.1 * jax.lax.ragged_dot(lhs, kernels, sizes)  # noqa: E731
+        monkeypatch.setattr(kernels, "grouped", wrong)
+    row = kernels.experts(*kernels.SMALL_EXPERTS, jnp.dtype("float32"))
+    assert (row["forward"] > 1e-2) == (row["backward"] > 1e-2) == is_wrong, row
+    assert row["seconds"] > 0 and row["xla_seconds"] > 0
 
 
 def test_dense_attention_sees_what_the_mask_says(run):
