@@ -49,6 +49,7 @@ def get_config(part: str = "train") -> ConfigDict:
             common.source("geometry3k", split="test", **geometry3k),
         ),
     )
+    config.evaluate.temperature = config.rl.temperature  # as in the paper (app:exp_details)
     return config
 
 
