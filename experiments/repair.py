@@ -15,6 +15,8 @@
 Accuracy at the three rates, in order: `care` 82.6, 77.2 and 48.9%, so 2.5e-4, the lowest rate;
 `grpo` 98.4, 98.8 and 98.8%, for which 1e-3 was chosen.
 
+`grpo_slow` is GRPO at CARE's rate.
+
 `grpo_extra_row` has G = 9, the maximum number of rows of a prompt under CARE. `resample` replaces
 the repair by a fresh rollout. `share_*` fixes the rationale's share of a correct rollout's credit;
 γ⁺ gives 0.026 at 43 rationale and 8 answer tokens, the lengths of `configs/repair.py`.
@@ -26,6 +28,7 @@ _GRPO = {"rl.objective": "grpo", "rl.learning_rate": 1e-3}
 ARMS = {
     "care": {},
     "grpo": _GRPO,
+    "grpo_slow": {"rl.objective": "grpo"},
     "grpo_extra_row": _GRPO | {"rl.num_rollouts": 9},
     "resample": {"care.reflect_mode": "resample"},
     "anchor": {"care.reflect": False},
@@ -36,7 +39,7 @@ ARMS = {
 REFERENCE = "care"
 COLUMNS = (
     "acc,gain,held_out_equal_tokens,held_out_equal_tokens:lead,lead,reflect_success,"
-    "reflect_first_try,think_tokens,decoded_tokens"
+    "reflect_first_try,think_tokens,grad_clipped,decoded_tokens"
 )
 PANELS = "held_out_by_tokens,held_out_equal_tokens:lead"
 
