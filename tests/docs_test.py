@@ -187,7 +187,7 @@ WORDS = {
     "docs/evaluation.md": 900,
     "docs/experiments.md": 1950,
     "docs/faults.md": 800,
-    "docs/gradients.md": 1100,
+    "docs/gradients.md": 1150,
     "docs/hyperparameters.md": 1150,
     "docs/method.md": 1900,
     "docs/models.md": 950,
