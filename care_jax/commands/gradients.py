@@ -44,7 +44,6 @@ from care_jax.data.pipeline import Batches
 from care_jax.devices import sharding, streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.standard_streams import outlive_readers
-from care_jax.learning.train_step import TrainState, train_step
 from care_jax.method import credit
 from care_jax.method.objectives import objective_of
 from care_jax.packing.layout import at_rows, at_tokens
@@ -54,7 +53,7 @@ from care_jax.rl.rollout import asked, compile_rollout, gather_groups, roll_out,
 from care_jax.rl.update_batch import train_batch
 from care_jax.run.attention_check import decoding_attention, training_attention
 from care_jax.run.run import Run, compile_to_decode_layout, start_state, verifier_of
-from care_jax.run.stage import forward_options
+from care_jax.stages.rl import compile_update
 from models import backbone
 
 ACCURACY = "accuracy"
@@ -108,7 +107,7 @@ def align(
 ) -> list[Alignment]:
     """Samples the steps, and compares every objective with the gradient of accuracy.
 
-    Single-process; `params` are in the training layout.
+    Single-process; `params` are in the training layout and must not be used afterwards.
 
     Raises:
         ValueError: the questions are no three steps or more, or sampling is not by the policy.
@@ -200,22 +199,15 @@ def _compile_gradient(run: Run, params: backbone.Params) -> Callable[[Step, Cred
             jax.tree.map(jnp.subtract, total, grads),  # the loss falls along it
         ),
     )
-    options = forward_options(run, training_attention(run, rl.row_tokens, rl.row_patches))
-    fixed = run.policy.config, summing, run.objective, options
-    sizes: Any = {"microbatch_size": rl.microbatch_size, "partition": run.partition}
-
-    def add(state: TrainState, batch: TrainBatch) -> TrainState:
-        return train_step(state, batch, *fixed, **sizes)[0]
-
-    add = jax.jit(run.placed(add), donate_argnums=0)
+    attention = training_attention(run, rl.row_tokens, rl.row_patches)
     state = start_state(run, params, summing)
-    zeros = jax.jit(lambda total: jax.tree.map(jnp.zeros_like, total))
+    update = compile_update(run, summing, sharding.of(state), attention).update
     num_updates = rl.prompts_per_step // rl.prompts_per_update
-    mean = jax.jit(lambda total: jax.tree.map(lambda x: x / num_updates, total))
 
     def gradient(step: Step, credit: Credit) -> Any:
         nonlocal state
-        state = dataclasses.replace(state, opt_state=zeros(state.opt_state))
+        total = jax.tree.map(jnp.zeros_like, state.opt_state)
+        state = dataclasses.replace(state, opt_state=total)
         for number, (batch, plan) in enumerate(step.packed):
             chosen = slice(number * rl.prompts_per_update, (number + 1) * rl.prompts_per_update)
             part = jax.tree.map(lambda x, chosen=chosen: np.asarray(x)[chosen], credit)
@@ -225,8 +217,8 @@ def _compile_gradient(run: Run, params: backbone.Params) -> Callable[[Step, Cred
                 row_weight=at_tokens(part.row_weight, plan),
                 prompt_weight=at_rows(part.prompt_weight, plan),
             )
-            state = add(state, sharding.put_batch(batch, run.train_batch_sharding))
-        return mean(state.opt_state)
+            state, *_ = update(state, sharding.put_batch(batch, run.train_batch_sharding))
+        return jax.tree.map(lambda x: x / num_updates, state.opt_state)
 
     return gradient
 
@@ -234,13 +226,12 @@ def _compile_gradient(run: Run, params: backbone.Params) -> Callable[[Step, Cred
 def _credit_of(run: Run) -> Callable[[Groups], Credit]:
     """The credit that an objective gives all rows, the reflected ones included."""
     objective = objective_of(run.config)
-    compiled = jax.jit(objective.credit)
 
     def credit_of(groups: Groups) -> Credit:
         if objective.raw_advantages is None:
-            return _padded(compiled(*_first_decode(groups)))
+            return _padded(objective.credit(*_first_decode(groups)))
         has_reflection = groups.has_reflection & objective.has_reflection
-        return compiled(groups.rollouts, groups.scores, groups.subgroup, has_reflection)
+        return objective.credit(groups.rollouts, groups.scores, groups.subgroup, has_reflection)
 
     return credit_of
 
@@ -325,14 +316,9 @@ def _measure(objective: str, part: str, u: Sequence[Any], g: Sequence[Any]) -> A
     )
 
 
-@jax.jit
-def _dot(a, b):
-    return optax.tree.vdot(a, b)
-
-
 def _products(a: Sequence[Any], b: Sequence[Any]) -> Float[np.ndarray, "K K"]:
     """The products of all pairs of steps."""
-    return np.array([[float(_dot(x, y)) for y in b] for x in a])
+    return np.array([[float(optax.tree.vdot(x, y)) for y in b] for x in a])
 
 
 def _between(products: Float[np.ndarray, "K K"]) -> float:

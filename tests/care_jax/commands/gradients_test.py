@@ -126,7 +126,8 @@ def test_the_parts_are_told_by_role_and_span(opened, sampled):
 def test_all_objectives_are_measured_on_the_same_rollouts(opened, tmp_path):
     run = gradients._with(opened.run, {"rl.prompts_per_step": 2, "rl.prompts_per_update": 2})
     run = gradients._with(run, {"rl.microbatch_size": 1})
-    found = gradients.align(run, opened.params, opened.examples, 6)
+    params = jax.tree.map(jnp.copy, opened.params)
+    found = gradients.align(run, params, opened.examples, 6)
     whole = [each.objective for each in found if each.part == gradients.WHOLE]
     assert whole == [gradients.ACCURACY, *gradients.OBJECTIVES]
     parts = {each.part for each in found if each.objective == "care, uniform"}
