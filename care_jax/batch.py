@@ -119,6 +119,11 @@ class Rollouts:
     # padding, which no decode step read. None if the decoder is not sparse, or did not keep them.
     routes: Int[HostOrDevice, "B R T L K"] | None = None
 
+    def with_drawn_logp(self) -> Rollouts:
+        """The same, with `drawn_logp` also where it is `logp`."""
+        drawn_logp = self.logp if self.drawn_logp is None else self.drawn_logp
+        return dataclasses.replace(self, drawn_logp=drawn_logp)
+
 
 @flax.struct.dataclass
 class Scores:

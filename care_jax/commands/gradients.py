@@ -1,11 +1,11 @@
 """Where gradients point, by objective: `python -m care_jax.commands.gradients --workdir=DIR`.
 
-From a checkpoint, groups are sampled for `--questions` questions of the training data, one step
-after another, and each objective gives its gradient of every step, by the program of training. All
-see the same rollouts. They are compared with the gradient of expected accuracy, which RLOO
+From a checkpoint, groups are sampled for `--questions` questions of the training data, in steps of
+`rl.prompts_per_step`. Each objective's gradient of every step is computed from the same rollouts by
+the update program of training, and compared with the gradient of expected accuracy, which RLOO
 estimates without bias from acc (arXiv 2402.14740).
 
-Both are noisy, so products are taken between different steps alone. With u_i an objective's
+Both are noisy, so products are taken only between gradients of different steps. With u_i an objective's
 gradient of step i, g_j that of accuracy, and means over i ≠ j,
 
     cosine = mean u_i·g_j / √(mean u_i·u_j · mean g_i·g_j)
@@ -13,12 +13,12 @@ gradient of step i, g_j that of accuracy, and means over i ≠ j,
 estimates the cosine of the two expectations. Its error is the jackknife's over the steps.
 
 - norm: √(mean u_i·u_i), before clipping; signal: the share of its square that is not noise.
-- gain: first-order gain of accuracy by an update along u_i of a given norm, as a share of that by
-  g_i; gain, Adam: likewise along the signs of u_i, as Adam's first update takes them.
+- gain: accuracy gained, to first order, by an update of a given norm along u_i, divided by that of
+  an update along g_i; gain, Adam: likewise along the signs of u_i, as in Adam's first update.
 
 The KL term is left out: its gradient is 0 where the checkpoint is the reference. GSPO's gradient is
-that of GRPO while policy and sampler are equal. A part is what remains of an objective if only some
-tokens keep their credit; the parts of an objective add up to it.
+that of GRPO while policy and sampler are equal. A part of an objective is its gradient if only some
+tokens keep their advantage; the parts add up to the whole.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def align(
     Single-process; `params` are in the training layout and must not be used afterwards.
 
     Raises:
-        ValueError: the questions are no three steps or more, or sampling is not by the policy.
+        ValueError: the questions do not fill three steps or more, or the temperature or top-p of
+            the rollouts is not 1.
     """
     run = _with(run, {"rl.objective": "care", "care.reflect": True, "care.beta": 0.0})
     run = _with(run, {"rl.correction": "none", "rl.carry_over": 0.0, "rl.row_lengths": 1})
@@ -119,7 +120,7 @@ def align(
     if num_questions % rl.prompts_per_step or num_questions < 3 * rl.prompts_per_step:
         raise ValueError(
             f"--questions must be three or more times rl.prompts_per_step {rl.prompts_per_step}, "
-            f"got {num_questions}; eight times it is a beginning"
+            f"got {num_questions}; set it to {8 * rl.prompts_per_step} or a larger multiple"
         )
     if (rl.temperature, rl.top_p) != (1, 1):
         raise ValueError(

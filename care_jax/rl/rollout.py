@@ -430,7 +430,10 @@ def _with_reflected(
 ) -> Groups:
     """Appends a row to every prompt: the reflected one at `index`, an empty one elsewhere."""
     if len(set(sampling_of(run))) > 1:  # one of the two may have drawn by the softmax
-        rows, reflected = with_drawn_logp(rows), reflected and with_drawn_logp(reflected)
+        rows, reflected = (
+            each and dataclasses.replace(each, rollouts=each.rollouts.with_drawn_logp())
+            for each in (rows, reflected)
+        )
     last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), rows)
     last.rollouts.tokens[:] = run.policy.config.pad_token_id
     last.texts[:] = last.reasons[:] = ""
@@ -447,12 +450,3 @@ def _with_reflected(
         for empty, found in zip(jax.tree.leaves(last), jax.tree.leaves(reflected), strict=True):
             empty[index] = found
     return jax.tree.map(lambda *parts: np.concatenate(parts, 1), rows, last)
-
-
-def with_drawn_logp(groups: Groups) -> Groups:
-    """The groups with `Rollouts.drawn_logp`, also where it is `Rollouts.logp`."""
-    rollouts = groups.rollouts
-    drawn_logp = rollouts.logp if rollouts.drawn_logp is None else rollouts.drawn_logp
-    return dataclasses.replace(
-        groups, rollouts=dataclasses.replace(rollouts, drawn_logp=drawn_logp)
-    )

@@ -22,7 +22,6 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.packing.layout import at_rows, at_tokens, lay_out
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
-from care_jax.rl.rollout import with_drawn_logp
 from care_jax.run.run import Run
 from models import backbone, lora
 
@@ -52,7 +51,7 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
         "is_answer": groups.scores.is_answer,
     }
     if run.objective.correction != "none":
-        decoded["drawn_logp"] = with_drawn_logp(groups).rollouts.drawn_logp
+        decoded["drawn_logp"] = groups.rollouts.with_drawn_logp().drawn_logp
     if groups.rollouts.routes is not None:
         decoded["routes"] = groups.rollouts.routes
     if rl.carry_over:
