@@ -5,8 +5,8 @@ From a checkpoint, groups are sampled for `--questions` questions of the trainin
 the update program of training, and compared with the gradient of expected accuracy, which RLOO
 estimates without bias from acc (arXiv 2402.14740).
 
-Both are noisy, so products are taken only between gradients of different steps. With u_i an objective's
-gradient of step i, g_j that of accuracy, and means over i ≠ j,
+Both are noisy, so products are taken only between gradients of different steps. With u_i an
+objective's gradient of step i, g_j that of accuracy, and means over i ≠ j,
 
     cosine = mean u_i·g_j / √(mean u_i·u_j · mean g_i·g_j)
 

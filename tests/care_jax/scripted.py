@@ -100,7 +100,7 @@ class Script:
     def update(self, state, batch):
         self.seen["updated"].append(trees_of(batch))
         loss = state.params["text"]["w"]
-        metrics = {"loss": loss, "grad_norm": jnp.where(loss % 2, 1.5, 0.5)}  # clipped to 1
+        metrics = {"loss": loss, "grad_norm": jnp.where(loss < 11.5, 1.5, 0.5)}  # most: 1
         params = jax.tree.map(lambda x: x + 1, state.params)
         logp = jnp.full(batch.rows.tokens.shape, -9.0 - len(self.seen["updated"]))
         return state.replace(params=params, step=state.step + 1), metrics, logp
