@@ -430,10 +430,10 @@ def _with_reflected(
 ) -> Groups:
     """Appends a row to every prompt: the reflected one at `index`, an empty one elsewhere."""
     if len(set(sampling_of(run))) > 1:  # one of the two may have drawn by the softmax
-        rows, reflected = (
-            each and dataclasses.replace(each, rollouts=each.rollouts.with_drawn_logp())
-            for each in (rows, reflected)
-        )
+        rows = dataclasses.replace(rows, rollouts=rows.rollouts.with_drawn_logp())
+        if reflected is not None:
+            drawn = reflected.rollouts.with_drawn_logp()
+            reflected = dataclasses.replace(reflected, rollouts=drawn)
     last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), rows)
     last.rollouts.tokens[:] = run.policy.config.pad_token_id
     last.texts[:] = last.reasons[:] = ""
