@@ -350,9 +350,12 @@ def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Prog
     """
     logging.info("compiling %s", program.name)
     began = time.perf_counter()
-    devices = jax.tree.leaves(arguments)[0].sharding.mesh.devices.flat
+    mesh = jax.tree.leaves(arguments)[0].sharding.mesh
+    devices = mesh.devices.flat
     platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
-    lowered = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
+    # Pallas asks the mesh for the kind of GPU that it lowers a kernel for, as there is none.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

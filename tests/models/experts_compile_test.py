@@ -37,13 +37,15 @@ def main(topology: str, call: str) -> None:
 
     import jax
     import jax.numpy as jnp
-    from jax.sharding import SingleDeviceSharding
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from care_jax.aot.topology import find_topology
+    from care_jax.devices.sharding import make_mesh
     from models import experts
     from models.release.known import RELEASES
 
-    placed = SingleDeviceSharding(find_topology(topology).devices[0])
+    mesh = make_mesh(1, 1, 1, devices=find_topology(topology).devices[:1])
+    placed = NamedSharding(mesh, PartitionSpec())
     text, num_tokens = RELEASES["Qwen/Qwen3-VL-30B-A3B-Instruct"].text, 1024
     text = dataclasses.replace(text, num_experts=32)  # as on one of four devices
     D, F, E, K = (
@@ -60,9 +62,11 @@ def main(topology: str, call: str) -> None:
     def loss(params, x):
         return (experts.sparse_mlp(params, x, text)[0].astype(jnp.float32) ** 2).sum()
 
-    traced = jax.jit(jax.grad(loss, (0, 1))).trace(params, abstract(1, num_tokens, D))
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
     platform = "tpu" if call.startswith("tpu") else "cuda"
-    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = gradient.trace(params, abstract(1, num_tokens, D))
+        compiled = traced.lower(lowering_platforms=(platform,)).compile()
     needed = 3 * 2 * num_tokens * K * 3 * D * F
     flops = (compiled.cost_analysis() or {"flops": math.nan})["flops"]
     temporaries = compiled.memory_analysis().temp_size_in_bytes / (2 * num_tokens * K * 2 * F)

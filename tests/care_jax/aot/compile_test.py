@@ -41,9 +41,9 @@ def environment(compiler):
     return os.environ | own | {"JAX_OPTIMIZATION_LEVEL": "O0"}
 
 
-def compiled(*flags, compiler=LIBTPU):
+def compiled(*flags, compiler=LIBTPU, config="configs/tiny.py"):
     """Status, rows of the tables by program, and all of the output."""
-    command = [sys.executable, "-m", "care_jax.aot", "--config=configs/tiny.py", *flags]
+    command = [sys.executable, "-m", "care_jax.aot", f"--config={config}", *flags]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(compiler))
     lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
     rows, head = {}, ()
@@ -112,6 +112,14 @@ def test_lora_and_its_evaluation_compile_for_one_gpu():
     assert float(rows["evaluate"]["arguments"]) > cache_of_layer > 0.03
     assert float(rows["evaluate"]["total"]) > 2 * float(rows["rl decode"]["total"])
     assert "GB received" not in output  # from other chips
+
+
+@needs_cuda
+@pytest.mark.exhaustive
+def test_experts_compile_for_one_gpu():
+    flags = ["--topology=h100:1", "--config.stages=('sft',)"]
+    status, rows, output = compiled(*flags, compiler=CUDA, config="configs/tiny.py:qwen3_vl_moe")
+    assert status == 0 and "It fits" in output and "sft step" in rows, output
 
 
 @needs_libtpu
