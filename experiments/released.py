@@ -3,7 +3,8 @@
     python -m experiments.sweep --experiment=experiments/released.py --base=repair --seeds=5
 
 The differences are those of `configs/care_released.py`, each alone on the paper's CARE; `tokens`
-contains `kl_all`, without which it has no meaning.
+contains `kl_all`, without which it has no meaning. `batch` lies between: the mean over the batch's
+S*, under which prompts of every K' have equal credit.
 """
 
 from configs.arms import with_arm
@@ -14,6 +15,7 @@ ARMS = (
     {"care": {}}
     | DIFFERENCES
     | {
+        "batch": {"care.mean": "batch"},
         "released": RELEASED,
         "grpo": _GRPO,
         "grpo_slow": _GRPO | {"rl.learning_rate": 2.5e-4},
