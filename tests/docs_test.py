@@ -190,7 +190,7 @@ WORDS = {
     "docs/gradients.md": 1150,
     "docs/hyperparameters.md": 1150,
     "docs/method.md": 1900,
-    "docs/models.md": 1000,
+    "docs/models.md": 1050,
     "docs/one_gpu.md": 850,
     "docs/operations.md": 1850,
     "docs/paper.md": 1800,
