@@ -2,6 +2,9 @@
 
 Set `--config.data.train.path=train.jsonl`, likewise `data.sft.path` and `data.test.path`.
 `care_jax/data/readers/jsonl.py` describes a row.
+
+CARE has the paper's values. Where rationales are short or hold the error, uniform token weights,
+`--config.care.region_weights=False`, did better on small tasks (docs/paper.md).
 """
 
 from ml_collections import ConfigDict

@@ -52,6 +52,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     rl.prompts_per_update = 32
     rl.microbatch_size = 4
     rl.row_tokens, rl.row_patches = 192, 96
+    rl.row_lengths = 1  # another program takes longer to compile than all steps gain by it
     rl.decode_prompts = 64
     rl.max_response_tokens = 36
     rl.learning_rate = 5e-4

@@ -193,7 +193,7 @@ WORDS = {
     "docs/models.md": 1050,
     "docs/one_gpu.md": 850,
     "docs/operations.md": 1850,
-    "docs/paper.md": 1800,
+    "docs/paper.md": 2050,
     "docs/performance.md": 1850,
     "docs/prompts.md": 600,
     "docs/report.md": 600,
