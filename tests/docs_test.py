@@ -185,7 +185,7 @@ WORDS = {
     "docs/README.md": 250,
     "docs/data.md": 1000,
     "docs/evaluation.md": 900,
-    "docs/experiments.md": 1950,
+    "docs/experiments.md": 2000,
     "docs/faults.md": 800,
     "docs/gradients.md": 1150,
     "docs/hyperparameters.md": 1150,
