@@ -21,7 +21,7 @@ def run(policy, tmp_path):
     config = tiny.get_config()
     config.data.buckets = ((96, 64), (128, 64))
     config.data.max_pixels = 1024
-    config.rl.row_tokens, config.rl.decode_prompts = 512, 16
+    config.rl.row_tokens, config.rl.decode_prompts, config.rl.row_lengths = 512, 16, 16
     config.sft.row_tokens = 256
     mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
     return Run(fill_in(config, mesh), policy, mesh, tmp_path)
