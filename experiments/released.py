@@ -6,7 +6,7 @@ The differences are those of `configs/care_released.py`, each alone on the paper
 contains `kl_all`, without which it has no meaning. `batch` lies between: the mean over the batch's
 S*, under which prompts of every K' have equal credit.
 
-A rule fixed before the runs: `care.mean` is "batch" by default if the 95% interval of the lead of
+A rule fixed before RL began: `care.mean` is "batch" by default if the 95% interval of the lead of
 `batch` over `care` is above 0 (held-out, mean over the steps, five seeds); else it stays eq:ppo's.
 """
 
