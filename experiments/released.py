@@ -20,6 +20,7 @@ ARMS = (
     | {
         "batch": {"care.mean": "batch"},
         "released": RELEASED,
+        "released_acc": RELEASED | {"care.success": "acc"},  # but a wrong answer is a failure
         "grpo": _GRPO,
         "grpo_slow": _GRPO | {"rl.learning_rate": 2.5e-4},
     }
