@@ -2,11 +2,12 @@
 
 Each command runs a module with its arguments, as `python -m` does: modules of the current folder,
 such as one with a reward function, can be imported. A configuration or an experiment is a path, or
-the name of an installed one.
+the name of an installed one. A command that reads a run needs none: it takes the run's.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
 import importlib.machinery
@@ -26,7 +27,7 @@ class Command(NamedTuple):
 
     module: str
     summary: str
-    config: str = ""  # the configuration if none is given
+    config: str = ""  # if none is given; but for train, that of the run in --workdir if it has one
     stage: str = ""  # the one stage that it runs
 
 
@@ -39,6 +40,7 @@ COMMANDS = {
     "report": Command("care_jax.commands.report", "draw one page of one or more runs"),
     "sweep": Command("experiments.sweep", "run the arms of an experiment with several seeds"),
     "probe": Command("care_jax.commands.probe", "measure what reflection can repair", "repair"),
+    "gradients": Command("care_jax.commands.gradients", "compare objectives' gradients", "repair"),
     "repairs": Command("care_jax.commands.repairs", "write repairs as SFT rows", "repair"),
     "smollm": Command("care_jax.commands.smollm", "make a release from SmolLM2's decoder"),
 }
@@ -117,13 +119,22 @@ def resolved(command: str, given: Sequence[str]) -> list[str]:
     flags = {argument.partition("=")[0] for argument in arguments}
     _, _, config, stage = COMMANDS[command]
     if config and "--config" not in flags:
-        arguments.insert(0, f"--config={path_of('configs', config)}")
+        of_run = _config_of_run(arguments) if command != "train" else None
+        arguments.insert(0, f"--config={of_run or path_of('configs', config)}")
     if stage and "--config.stages" in flags:
         raise ValueError(
             f"care-jax {command} runs the stage {stage!r} alone; leave --config.stages out, or use "
             "care-jax train"
         )
     return arguments + [f"--config.stages=('{stage}',)"] * bool(stage)
+
+
+def _config_of_run(arguments: Sequence[str]) -> pathlib.Path | None:
+    """The config.json of the run in --workdir; None if there is none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--workdir", type=pathlib.Path, default="")
+    path = parser.parse_known_args(arguments)[0].workdir.expanduser() / "config.json"
+    return path if path.is_file() else None
 
 
 def path_of(folder: str, name: str) -> str:

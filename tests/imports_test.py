@@ -19,13 +19,13 @@ LAYERS = (
     ("prompts and method",  ("prompts", "method")),
     ("the parts of a step", ("rewards", "packing", "decoding", "learning", "report")),
     ("data",                ("data", "benchmarks")),
-    ("config",              ("config",)),
+    ("config",              ("config", "configs")),
     ("run",                 ("run",)),
     ("rl",                  ("rl",)),
     ("stages",              ("stages",)),
     ("aot and commands",    ("aot", "commands")),
     ("main",                ("main",)),
-    ("entry",               ("from_python", "cli", "configs")),
+    ("entry",               ("from_python", "cli")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {

@@ -1,15 +1,17 @@
-"""Loads a configuration file; its errors are one line with the file's own words and line."""
+"""Loads a configuration, of a file or of a run; errors are one line with the file's own words."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import pathlib
 import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from types import FrameType, ModuleType
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -17,9 +19,11 @@ from ml_collections.config_flags import config_path
 
 from care_jax.config.keys import leaves
 from care_jax.config.nearest import did_you_mean, nearest_keys
+from care_jax.configs import common  # pyright: ignore[reportAttributeAccessIssue]
 
 # How a ConfigDict says that it has no such key, on writing and on reading.
 _NO_KEY = re.compile(r"""["']*Key "(\w+)" does not exist|["']*(\w+)["']*$""")
+_NUMBERS = ("Infinity", "-Infinity", "NaN")  # strings in config.json, see `run.versions`
 
 
 class Refused(Exception):
@@ -44,7 +48,7 @@ class Parser(flags.ArgumentParser):
 
 
 def load(path: str) -> ConfigDict:
-    """What `get_config(ARGUMENT)` of FILE[:ARGUMENT] returns.
+    """What `get_config(ARGUMENT)` of FILE[:ARGUMENT] returns, or the config.json of a run holds.
 
     Raises:
         Refused: there is no such file, it raises, or it does not return a `ConfigDict`.
@@ -55,6 +59,8 @@ def load(path: str) -> ConfigDict:
         advice = f"write --config={ours}{colon}{argument}" if ours.is_file() else "correct the path"
         raise Refused(f"expected --config=FILE.py, got {file!r}, which is no file; {advice}")
     try:
+        if file.endswith(".json"):
+            return _of_run(file)
         module = _imported(file)
         if not hasattr(module, "get_config"):
             raise Refused(f"{file} must define get_config(), which returns a ConfigDict; add it")
@@ -69,6 +75,33 @@ def load(path: str) -> ConfigDict:
             "the configuration"
         )
     return config
+
+
+def _of_run(file: str) -> ConfigDict:
+    """The configuration of a run's last start; keys that its version lacked have their default."""
+    try:
+        fields = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
+        del fields["versions"]  # which every config.json of a run has
+        backbone = fields["model"].pop("backbone")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(
+            f"expected the config.json that a run wrote, got {file}, which is not one; write "
+            "--config=FILE.py"
+        ) from error
+    config = common.get_config()
+    config.update(_of_json(fields))
+    config.model.backbone = ConfigDict(backbone)  # JSON by itself: a release's config.json
+    return config
+
+
+def _of_json(value: Any) -> Any:
+    """The value that `run.versions` wrote as JSON, which has no tuples and no infinite numbers."""
+    if isinstance(value, dict):
+        return {name: _of_json(each) for name, each in value.items()}
+    if isinstance(value, list):
+        parts = map(_of_json, value)
+        return tuple(ConfigDict(part) if isinstance(part, dict) else part for part in parts)
+    return float(value) if value in _NUMBERS else value
 
 
 def _imported(file: str) -> ModuleType:

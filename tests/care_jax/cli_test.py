@@ -80,6 +80,17 @@ def test_names_become_paths_of_what_is_installed():
         cli.resolved("train", ["--config=qwen"])
 
 
+def test_a_command_that_reads_a_run_takes_its_configuration(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for command in ("evaluate", "export", "probe", "gradients", "repairs"):
+        for workdir in ([f"--workdir={tmp_path}"], ["--workdir", str(tmp_path)]):
+            assert cli.resolved(command, workdir)[0] == f"--config={tmp_path}/config.json"
+    of_tiny = f"--config={ROOT}/configs/tiny.py"
+    assert cli.resolved("export", ["--config=tiny", f"--workdir={tmp_path}"])[0] == of_tiny
+    assert cli.resolved("export", [f"--workdir={tmp_path}/none"])[0] == of_tiny
+    assert cli.resolved("train", [f"--workdir={tmp_path}"])[0] == of_tiny
+
+
 @pytest.mark.parametrize("command", ["evaluate", "export"])
 def test_a_command_of_one_stage_parses_to_that_stage(monkeypatch, command):
     given = ["--config.seed=7", "--config=tiny", "--workdir=runs/x"]

@@ -1,5 +1,7 @@
 """The flag --config and its keys: what is loaded, and what is said of a wrong file or key."""
 
+import json
+import math
 import pathlib
 import sys
 
@@ -8,7 +10,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from care_jax import main
-from care_jax.config import command_line
+from care_jax.config import command_line, config_file
+from care_jax.run.versions import write_config
 from configs import common
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -69,6 +72,44 @@ def test_the_last_of_a_repeated_flag_counts_also_if_it_is_a_tuple(parsed):
     )
     assert (config.stages, config.seed) == (("rl",), 2)
     assert config.model.backbone.model_type == "qwen2_5_vl"
+
+
+def test_a_run_is_a_configuration_too(parsed, tmp_path):
+    """Its tuples, infinite numbers and sources are as in the file that it ran with."""
+    for file in ("mixture.py", "smollm_words.py", "care_released.py:tiny"):
+        given = config_file.load(f"configs/{file}")
+        given.state_check.max_norm_factor = math.inf
+        write_config(given, tmp_path)
+        config = config_file.load(f"{tmp_path}/config.json")
+        assert config.state_check.max_norm_factor == math.inf
+        assert config.to_json_best_effort() == given.to_json_best_effort(), file
+        assert config.sharding_rules == given.sharding_rules and config.stages == given.stages
+    config = parsed(f"--config={tmp_path}/config.json", "--config.stages=('evaluate',)")
+    assert config.stages == ("evaluate",) and config.rl.dual_clip == 3
+
+
+def test_the_run_of_another_version_has_the_defaults_of_new_keys(parsed, error_of, tmp_path):
+    write_config(parsed(), tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    fields["rl"].pop("num_steps")
+    path.write_text(json.dumps(fields))
+    assert parsed(f"--config={path}").rl.num_steps == common.get_config().rl.num_steps
+    fields["rl"]["row_lengs"] = 1
+    path.write_text(json.dumps(fields))
+    assert error_of(f"--config={path}") == (
+        f"{path}: no such key: 'row_lengs'. Did you mean row_lengths or row_tokens?"
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"versions": {}, "model": 1}'])
+def test_a_file_that_no_run_wrote_is_told(error_of, tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert error_of(f"--config={path}") == (
+        f"expected the config.json that a run wrote, got {path}, which is not one; write "
+        "--config=FILE.py"
+    )
 
 
 ARM = "experiments/anchor_rule.py"
