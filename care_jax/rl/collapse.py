@@ -1,7 +1,7 @@
 """Notices a collapse while it happens: the classic failures of RL on a language model.
 
-A policy that collapses keeps running. Format or length fall within a few steps, or no group has a
-correct answer left, and its later steps are wasted.
+A policy that collapses keeps running. Format or length fall within a few steps, or hardly any group
+gives an update: all of its answers are wrong, or count as equally good. Its later steps are wasted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 _STEPS = 5  # steps of each of the two means that are compared
 _LEAST = {"fmt": 0.2, "response_tokens": 8.0}  # a smaller former mean halves by chance
-_NO_SUCCESS = 0.95  # share of groups without a correct answer from which little is learned
+_NO_UPDATE = 0.95  # share of groups without an update from which little is learned
 
 
 class CollapseWatch:
@@ -37,13 +37,23 @@ class CollapseWatch:
                     f"{now:.3g} by step {step}: the policy may be collapsing; look at the report's "
                     "groups, and lower rl.learning_rate or raise the KL weight beta"
                 )
-        _, all_wrong = self._means("all_wrong_rate")
-        if "all_wrong_rate" not in self._warned and all_wrong >= _NO_SUCCESS:
+        steps = f"of the {_STEPS} steps to step {step}"
+        all_wrong, all_correct, skipped = (
+            self._means(name)[1] for name in ("all_wrong_rate", "all_correct_rate", "skip_rate")
+        )
+        if "all_wrong_rate" not in self._warned and all_wrong >= _NO_UPDATE:
             self._warned.add("all_wrong_rate")
             yield (
-                f"warning: {all_wrong:.0%} of the groups of the {_STEPS} steps to step {step} have "
-                "no correct answer, so little is learned; look at the report's groups, and begin "
-                "with a cold start or with easier questions"
+                f"warning: {all_wrong:.0%} of the groups {steps} have no correct answer, so little "
+                "is learned; look at the report's groups, and begin with a cold start or with "
+                "easier questions"
+            )
+        elif not self._warned & {"all_wrong_rate", "skip_rate"} and skipped >= _NO_UPDATE:
+            self._warned.add("skip_rate")
+            yield (
+                f"warning: {skipped:.0%} of the groups {steps} give no update ({all_correct:.0%} "
+                f"are all correct, {all_wrong:.0%} all wrong), so little is learned; use harder "
+                "questions if most are correct, else look at what counts as a success"
             )
 
     def _means(self, name: str) -> tuple[float, float]:

@@ -26,6 +26,14 @@ def test_groups_without_a_correct_answer_are_one_line():
     assert "100% of the groups of the 5 steps to step 9 have no correct answer" in line
 
 
+def test_groups_without_an_update_are_one_line():
+    """All correct, or all counted as successes; the same groups are not told twice."""
+    (line,) = said(skip_rate=[0.6] * 20 + [0.97] * 20, all_correct_rate=[0.5] * 20 + [0.96] * 20)
+    assert "97% of the groups of the 5 steps to step 24 give no update (96% are all correct" in line
+    assert len(said(skip_rate=[1.0] * 40, all_wrong_rate=[1.0] * 40)) == 1
+    assert said(skip_rate=[0.9] * 40, all_correct_rate=[0.9] * 40) == []
+
+
 def test_noise_growth_and_a_slow_change_are_no_collapse():
     noise = np.random.default_rng(0)
     fmt = noise.uniform(0.6, 1.0, 200)
