@@ -13,6 +13,7 @@ A rule fixed before RL began: `care.mean` is "batch" by default if the 95% inter
 from configs.arms import with_arm
 from configs.care_released import DIFFERENCES, RELEASED, with_think_tag
 
+_ACC = RELEASED | {"care.success": "acc"}  # where a wrong answer is a failure
 _GRPO = {"rl.objective": "grpo", "rl.learning_rate": 1e-3}  # the rate of experiments/repair.py
 ARMS = (
     {"care": {}}
@@ -20,7 +21,8 @@ ARMS = (
     | {
         "batch": {"care.mean": "batch"},
         "released": RELEASED,
-        "released_acc": RELEASED | {"care.success": "acc"},  # but a wrong answer is a failure
+        "released_acc": _ACC,
+        "released_acc_no_kl": _ACC | {"care.beta": 0.0},
         "grpo": _GRPO,
         "grpo_slow": _GRPO | {"rl.learning_rate": 2.5e-4},
     }
