@@ -4,6 +4,10 @@
 `...:qwen25vl_7b`, the default, is the model of their script. Each group of keys is one difference
 from the paper, and an arm of `experiments/released.py`.
 
+Two of them can stop the learning, as measured in docs/experiments/released. With `success`, groups
+whose wrong answers are well-formed give no update. With `tokens`, the credit of a response is |A|
+divided by its length and the KL is not, so that β weighs as many times more as it has tokens.
+
 Read in github.com/yongxinwang-ai/CARE, commit 8c6045ca. Not reproduced: its prompt, which asks for
 `\\boxed{}` (ours asks for the answer tag that its second decode forces), its limit of 512 tokens
 for a repaired answer, and its rescue, which takes ill-formed pseudo-anchors and begins with the

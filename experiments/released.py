@@ -4,10 +4,11 @@
 
 The differences are those of `configs/care_released.py`, each alone on the paper's CARE; `tokens`
 contains `kl_all`, without which it has no meaning. `batch` lies between: the mean over the batch's
-S*, under which prompts of every K' have equal credit.
+S*, under which prompts of every K' have equal credit. `released_acc` undoes `success`,
+`released_acc_no_kl` the KL too: what is left of the released code's settings.
 
-A rule fixed before RL began: `care.mean` is "batch" by default if the 95% interval of the lead of
-`batch` over `care` is above 0 (held-out, mean over the steps, five seeds); else it stays eq:ppo's.
+A rule for `batch`, fixed before RL began: `care.mean` is "batch" by default if the 95% interval of
+its lead over `care` is above 0 (held-out, mean over the steps, five seeds); else it stays eq:ppo's.
 """
 
 from configs.arms import with_arm

@@ -103,9 +103,12 @@ RUN = ("--config=mine.py", "--workdir=w", "--config.verifier.reward=my_rewards:b
 # that it writes, and what it says.
 TO_THE_END = {
     "train": ([*RUN, "--config.stages=('sft','rl')"], "w/checkpoints/rl/1", "rl 0/1 "),
-    "evaluate": (RUN, "w/samples_rl.jsonl", "accuracy after rl: "),
-    "export": (RUN, "w/export/model.safetensors", "exported step 1 of rl to w/export"),
+    "evaluate": (["--workdir=w"], "w/samples_rl.jsonl", "accuracy after rl: "),
+    "export": (["--workdir=w"], "w/export/model.safetensors", "exported step 1 of rl to w/export"),
     "probe": ([*RUN, "--questions=8"], "w/probe_rl.csv", "wrote w/probe_rl.csv"),
+    "gradients": (
+        *(["--workdir=w", "--questions=24"], "w/gradients_rl.csv", "wrote w/gradients_rl.csv"),
+    ),
     "report": (["w", "--out=page.html"], "page.html", "page.html"),
     "repairs": ([*RUN, "--questions=8", "--out=rows"], "rows/manifest.json", "rows to rows"),
     "prepare": (["--config=data.py", "--out=shards"], "shards/manifest.json", "2 of 2 rows kept"),
