@@ -2,7 +2,7 @@
 
 Each command runs a module with its arguments, as `python -m` does: modules of the current folder,
 such as one with a reward function, can be imported. A configuration or an experiment is a path, or
-the name of an installed one. A command that reads a run needs none: it takes the run's.
+the name of an installed one. Commands that read a run default to its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Command(NamedTuple):
 
     module: str
     summary: str
-    config: str = ""  # if none is given; but for train, that of the run in --workdir if it has one
+    config: str = ""  # the default; all but train prefer the config.json in --workdir
     stage: str = ""  # the one stage that it runs
 
 
