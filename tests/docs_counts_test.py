@@ -69,8 +69,34 @@ def test_readings_are_compared_with_what_the_figure_has(count):
             "responses": [],
         },
     ]
-    _, row = count("readings.py", {"made/grpo/seed_0/rollouts.jsonl": groups})
-    assert row == "grpo,0,0.800,0.750,0.333,1.000"
+    files = {"made/grpo/seed_0/rollouts.jsonl": groups}
+    _, row = count("readings.py", files | {"made/grpo/seed_0/config.json": [{"data": {}}]})
+    assert row == "grpo,0,0.800,0.750,0.333,1.000,1.000"
+
+
+def test_readings_of_every_kind_count_where_every_kind_is_misread(count):
+    """Of the steps given: two failures of three state the right count of its figure."""
+    cases = (
+        ("twice", "Twice?", "8", "There are 4."),
+        ("difference", "With 2 fewer?", "2", "I have 4."),
+        ("missing", "How many to 6?", "2", "There are 5."),
+    )
+    groups = [
+        {
+            "source": f"readings/{kind}",
+            "question": question,
+            "gold": gold,
+            "step": 1,
+            "responses": [{"text": text, "acc": 0.0, "role": "unused"}],
+        }
+        for kind, question, gold, text in cases
+    ]
+    files = {
+        "made/care/seed_2/rollouts.jsonl": [groups[0] | {"step": 0}, *groups, groups[0] | {"step": 5}],
+        "made/care/seed_2/config.json": [{"data": {"mixed_errors": True}}],
+    }
+    _, row = count("readings.py", files, "1:5")
+    assert row == "care,2,1.000,0.667,0.000,0.000,0.667"
 
 
 def test_samples_are_counted_by_kind_and_compared_over_the_same_questions(count, tmp_path):
