@@ -10,8 +10,9 @@ divided by its length and the KL is not, so that β weighs as many times more as
 
 Read in github.com/yongxinwang-ai/CARE, commit 8c6045ca. Not reproduced: its prompt, which asks for
 `\\boxed{}` (ours asks for the answer tag that its second decode forces), its limit of 512 tokens
-for a repaired answer, and its rescue, which takes ill-formed pseudo-anchors and begins with the
-farthest failure.
+for a repaired answer, its rescue, whose negatives begin with the farthest failure, and its length
+of 15 epochs on images of up to 4194304 pixels. Under `prompt_only` our rows keep the opening think
+tag.
 """
 
 from ml_collections import ConfigDict
@@ -36,6 +37,8 @@ DIFFERENCES = {
     "kl_all": {"care.kl_rows": "all"},
     "tokens": {"care.mean": "tokens", "care.kl_rows": "all"},
     "success": {"care.success": "reward"},
+    "prompt_only": {"care.reflect_credit": "prompt_only"},
+    "old_logp": {"rl.old_logp": "trainer"},
 }
 
 

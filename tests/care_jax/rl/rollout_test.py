@@ -123,6 +123,16 @@ def test_a_cue_may_leave_only_the_answer_to_be_sampled(roll, policy):
     assert groups.scores.is_answer[1, 3, sampled].all()
 
 
+def test_of_an_answer_behind_a_form_prompt_only_trains_the_answer(roll, policy):
+    """The released code has both."""
+    changes = {"care.cue": "\nFix:\n</think><answer>", "care.reflect_credit": "prompt_only"}
+    groups, _, _ = roll(changes, repair=lambda answer: f"{answer}</answer>")
+    assert texts(policy, groups.rollouts)[1][3] == "<think>1</answer>"
+    np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
+    is_trained = groups.rollouts.is_valid[1, 3] & ~groups.rollouts.is_forced[1, 3]
+    assert groups.scores.is_answer[1, 3, is_trained].all()
+
+
 def test_prompt_only_keeps_of_the_context_the_tag_alone_and_the_verdict(roll, policy):
     groups, _, _ = roll({"care.reflect_credit": "prompt_only"})
     assert texts(policy, groups.rollouts)[1][3] == "<think> So</think><answer>1</answer>"
