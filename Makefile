@@ -51,4 +51,4 @@ lint: $(VENV)/installed-test
 	$(BIN)/python -m basedpyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -27,7 +27,7 @@ class Command(NamedTuple):
 
     module: str
     summary: str
-    config: str = ""  # the default; all but train prefer the config.json in --workdir
+    config: str = ""  # the default, also in runs/; all but train prefer the workdir's config.json
     stage: str = ""  # the one stage that it runs
 
 
@@ -119,7 +119,7 @@ def resolved(command: str, given: Sequence[str]) -> list[str]:
     flags = {argument.partition("=")[0] for argument in arguments}
     _, _, config, stage = COMMANDS[command]
     if config and "--config" not in flags:
-        of_run = _config_of_run(arguments) if command != "train" else None
+        of_run = _config_of_run(arguments, f"runs/{config}") if command != "train" else None
         arguments.insert(0, f"--config={of_run or path_of('configs', config)}")
     if stage and "--config.stages" in flags:
         raise ValueError(
@@ -129,10 +129,10 @@ def resolved(command: str, given: Sequence[str]) -> list[str]:
     return arguments + [f"--config.stages=('{stage}',)"] * bool(stage)
 
 
-def _config_of_run(arguments: Sequence[str]) -> pathlib.Path | None:
-    """The config.json of the run in --workdir; None if there is none."""
+def _config_of_run(arguments: Sequence[str], default: str) -> pathlib.Path | None:
+    """The config.json of the run in --workdir, or in the folder `default`; None without one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--workdir", type=pathlib.Path, default="")
+    parser.add_argument("--workdir", type=pathlib.Path, default=default)
     path = parser.parse_known_args(arguments)[0].workdir.expanduser() / "config.json"
     return path if path.is_file() else None
 
@@ -144,7 +144,7 @@ def path_of(folder: str, name: str) -> str:
         ValueError: nothing of that name is installed.
     """
     stem, colon, argument = name.partition(":")
-    if "/" in stem or stem.endswith(".py"):
+    if "/" in stem or stem.endswith((".py", ".json")):
         return name
     if stem not in names(folder):
         raise ValueError(

@@ -9,6 +9,7 @@ import pytest
 from small_run import metrics_of, small_config, state_of, without_times
 
 from care_jax import main
+from care_jax.rl import carry_over
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -25,6 +26,7 @@ def carrying(**changes):
     "changes",
     [
         pytest.param({}, id="dense"),
+        pytest.param({"model.offload": ("rollouts",)}, id="offloaded"),
         pytest.param(
             {"family": "qwen3_vl_moe", "rl.replay_routes": True},
             id="sparse",
@@ -32,7 +34,7 @@ def carrying(**changes):
         ),
     ],
 )
-def test_a_run_resumes_with_what_was_in_flight(tmp_path, changes):
+def test_a_run_resumes_with_what_was_in_flight(tmp_path, monkeypatch, changes):
     """Bit for bit, at each of its steps."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     main.run_stages(carrying(checkpoint_every=1, **changes), whole)
@@ -40,7 +42,16 @@ def test_a_run_resumes_with_what_was_in_flight(tmp_path, changes):
     shutil.copytree(saved, resumed / "checkpoints" / "rl" / "2")
     progress = json.loads((saved / "progress" / "metadata").read_text())
     assert len(progress["in_flight"]["prompts"]) == 4 and progress["in_flight"]["slots"]
+    kinds, restored = [], carry_over.restored
+
+    def watched(*args):
+        found = restored(*args)
+        kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(found.in_flight.slots)})
+        return found
+
+    monkeypatch.setattr(carry_over, "restored", watched)
     main.run_stages(carrying(checkpoint_every=1, **changes), resumed)
+    assert kinds == [{"pinned_host" if "model.offload" in changes else "device"}]
     steps = metrics_of(whole)
     assert without_times(metrics_of(resumed)) == without_times(steps[2:])
     for step in (3, 4):

@@ -92,7 +92,11 @@ def test_readings_of_every_kind_count_where_every_kind_is_misread(count):
         for kind, question, gold, text in cases
     ]
     files = {
-        "made/care/seed_2/rollouts.jsonl": [groups[0] | {"step": 0}, *groups, groups[0] | {"step": 5}],
+        "made/care/seed_2/rollouts.jsonl": [
+            groups[0] | {"step": 0},
+            *groups,
+            groups[0] | {"step": 5},
+        ],
         "made/care/seed_2/config.json": [{"data": {"mixed_errors": True}}],
     }
     _, row = count("readings.py", files, "1:5")

@@ -1,4 +1,4 @@
-"""Reopens a run for `probe` and `repairs`: its weights, and groups sampled from them."""
+"""Reopens a run for `probe`, `repairs` and `gradients`: its weights, and groups of samples."""
 
 from __future__ import annotations
 

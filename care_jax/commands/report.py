@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         workdirs = [folder_of(text, flag="workdir") for text in given.workdir]
         folder = workdirs[0] if len(workdirs) == 1 else pathlib.Path()
-        path = pathlib.Path(given.out) if given.out else folder / "report.html"
+        path = folder_of(given.out, flag="--out") if given.out else folder / "report.html"
         draw_page(workdirs, path, max_megabytes=given.max_megabytes)
     except ValueError as error:
         sys.exit(f"error: {error}")

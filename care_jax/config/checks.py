@@ -133,9 +133,12 @@ def has_test(config: ConfigDict) -> bool:
 def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, str]]:
     """(key that the run does not read, why and what to do): errors on the command line."""
     if not (config.verifier.reward or has_function):
-        for name in ("weights", "success", "concurrency"):
+        for name in ("weights", "success", "concurrency", "max_failed"):
             why = "without a reward function; leave it out or set verifier.reward"
             yield f"verifier.{name}", why
+    if not config.model.lora_rank:
+        for name in ("lora_alpha", "lora_experts"):
+            yield f"model.{name}", "without model.lora_rank; leave it out or set that above 0"
     if "rl" not in config.stages:
         return
     objective = config.rl.objective
@@ -145,18 +148,35 @@ def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, st
     if config.rl.correction == "none":
         why = "without rl.correction; leave it out or set rl.correction to 'truncate' or 'mask'"
         yield "rl.correction_cap", why
-    section = config[objective]
-    if "region_weights" in section and not section.region_weights:
-        why = f"without {objective}.region_weights; leave it out or set that to True"
-        yield from ((f"{objective}.gamma_{name}", why) for name in ("pos", "neg", "share"))
-    elif section.get("gamma_share"):
+    if not config.rl.carry_over:
+        yield "rl.max_age", "without rl.carry_over; leave it out or set that above 0"
+    teaches_cue = "sft" in config.stages and config.data.cue_share
+    for name, why in _unread_of(objective, config[objective]):
+        if not (name == "cue" and teaches_cue):
+            yield f"{objective}.{name}", why
+
+
+def _unread_of(objective: str, section: ConfigDict) -> Iterator[tuple[str, str]]:
+    """`_unread` within the section of the objective."""
+    switches = {
+        "region_weights": ("gamma_pos", "gamma_neg", "gamma_share"),
+        "rescue": ("delta", "rescue_scale"),
+        "reflect": ("cue", "max_context", "s_refl", *(k for k in section if "reflect_" in k)),
+    }
+    for switch, names in switches.items():
+        if not section.get(switch, True):
+            why = f"without {objective}.{switch}; leave it out or set that to True"
+            yield from ((name, why) for name in names)
+    if section.get("region_weights") and section.gamma_share:
         why = f"with {objective}.gamma_share {section.gamma_share}; leave one of them out"
-        yield f"{objective}.gamma_pos", why
-    if "reflect_mode" in section:
-        unread = {"no_cue": ("cue",), "resample": ("cue", "max_context", "reflect_credit")}
-        mode = f"{objective}.reflect_mode"
-        why = f"under {mode} {section.reflect_mode!r}; leave it out or set {mode} to 'cue'"
-        yield from ((f"{objective}.{name}", why) for name in unread.get(section.reflect_mode, ()))
+        yield "gamma_pos", why
+    if section.get("rule", "nearest_diverse") != "nearest_diverse":
+        why = f"under {objective}.rule {section.rule!r}; leave it out or set that to "
+        yield "M", f"{why}'nearest_diverse'"
+    mode = section.get("reflect_mode")
+    unread = {"no_cue": ("cue",), "resample": ("cue", "max_context", "reflect_credit")}
+    why = f"under {objective}.reflect_mode {mode!r}; leave it out or set that to 'cue'"
+    yield from ((name, why) for name in unread.get(mode, ()))
 
 
 def _check_model(model: ConfigDict, mesh: Mesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
 
 def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The folder's tokenizer; for "" one trained on the texts of `synthetic` in about a second."""
-    return load_tokenizer(folder) if folder else build_tokenizer(synthetic.texts())
+    return load_tokenizer(os.path.expanduser(folder)) if folder else build_tokenizer(synthetic.texts())
 
 
 def open_prompts(

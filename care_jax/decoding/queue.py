@@ -162,7 +162,7 @@ class DecodeQueue:
         if in_flight is not None:
             scheduler = copy.deepcopy(in_flight.scheduler)
             draws = np.concatenate([in_flight.draws, draws])
-        waiting, numbers = _gather_waiting(requests, scheduler, self.sizes)
+        waiting, numbers = _gather_waiting(requests, scheduler)
         scheduler.begin(waiting, num_wanted)
         if in_flight is not None:
             requests = [*in_flight.requests, *requests]
@@ -210,12 +210,17 @@ class DecodeQueue:
         """What the step leaves to the next, with as few slots as hold it."""
         if slots is not None and (kept := scheduler.compact()) is not None:
             slots = self._keep(slots, kept)
-        if slots is not None and self._is_offloaded:
-            slots = jax.device_put(slots, sharding.on_host(sharding.of(slots)))
+        slots = self.put_aside(slots)
         left, rollouts = buffer.left()
         requests, numbers = [buffer.requests[i] for i in left], buffer.numbers[left]
         left = np.array(left, int)
         return InFlight(requests, left, numbers, draws[left], rollouts, scheduler, slots)
+
+    def put_aside(self, slots: Slots | None) -> Slots | None:
+        """The slots where they are kept between steps, see `is_offloaded`."""
+        if slots is None or not self._is_offloaded:
+            return slots
+        return jax.device_put(slots, sharding.on_host(sharding.of(slots)))
 
     def slots_like(self, num_slots: int, num_prompt_tokens: int) -> Slots:
         """Shapes and shardings of so many slots, of prompts of this length."""
@@ -233,11 +238,14 @@ class DecodeQueue:
         """A copy of the slots on the devices, as many as before."""
         if slots is None:
             return None
+        kept = scheduler.widen()
+        may_alias = kept is not None  # `_keep` copies
         placed: Slots = jax.tree.map(
-            lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), slots
+            lambda x: jax.device_put(x, x.sharding.with_memory_kind("device"), may_alias=may_alias),
+            slots,
         )
-        if (kept := scheduler.widen()) is None:
-            return jax.tree.map(jnp.copy, placed)
+        if kept is None:
+            return placed
         placed = dataclasses.replace(placed, clock=jnp.copy(placed.clock))  # `_keep` does not
         return self.programs.idle(self._keep(placed, np.maximum(kept, 0)), self._put(kept < 0))
 
@@ -311,12 +319,12 @@ def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array])
 
 
 def _gather_waiting(
-    requests: Sequence[Request], scheduler: Scheduler, sizes: Sizes
+    requests: Sequence[Request], scheduler: Scheduler
 ) -> tuple[list[WaitingPrompt], Int[np.ndarray, " n"]]:
     """The prompts of all processes, and the numbers of this process's."""
     first = scheduler.next_number
     numbers = np.array([first + request.index for request in requests], int)
-    sizes_of = [(len(r.prompt.tokens), len(r.prompt.patches)) for r in requests]
-    rows = [(n, int(number), k) for number, (n, k) in zip(numbers, sizes_of, strict=True)]
+    sizes = [(len(r.prompt.tokens), len(r.prompt.patches)) for r in requests]
+    rows = [(n, int(number), k) for number, (n, k) in zip(numbers, sizes, strict=True)]
     gathered = [row for part in distributed.gather_json(rows) for row in part]
     return [WaitingPrompt(*row) for row in gathered], numbers

@@ -93,7 +93,11 @@ def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
     num_shards = sharding.num_shards(rows_sharding)
     num_processes = len({device.process_index for device in mesh.devices.flat})
     if len(sharding.local_rows(num_shards, rows_sharding)) * num_processes != num_shards:
-        axes = (axis for axis in mesh.axis_names if axis not in rows_sharding.spec[0])
+        axes = (
+            axis
+            for axis in mesh.axis_names
+            if axis not in sharding.axis_names(rows_sharding.spec[0])
+        )
         inner = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
         raise ValueError(
             f"{inner} must divide the {mesh.size // num_processes} devices of each of "
@@ -130,9 +134,14 @@ def gather_rows(tree: Any, rows: Int[np.ndarray, " n"]) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[order], tree)
 
 
+def is_alone() -> bool:
+    """Whether there is one process; unlike `jax.process_count`, initialises no devices for it."""
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
+
+
 def gather_json(value: Any) -> list[Any]:
     """All-gathers values of JSON types and any length, in process order."""
-    if jax.process_count() == 1:
+    if is_alone():
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size))
@@ -156,7 +165,7 @@ def exchange_rows(
     Args:
         tree: numpy arrays [n, ...], also of what `rows_as_bytes` sends, with equal shapes on all
             processes except for n.
-        rows: their indices in the global batch, ascending.
+        rows: their indices in the global batch.
         num_rows: N, of the global batch.
         moved: indices of all rows that a process wants and does not have, the same on all.
         wanted: indices of the rows that this process wants.
@@ -241,7 +250,7 @@ def exit_run(message: str, *, is_preempted: bool = False, status: int = 1) -> No
     print(message, file=sys.stderr, flush=True)
     if is_preempted:
         sys.exit(_EXIT_PREEMPTED)
-    if jax.distributed.is_initialized() and jax.process_count() > 1:
+    if not is_alone():
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

@@ -13,15 +13,17 @@ import pickle
 import zipfile
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from PIL import Image
 
 # Modules that may be imported to look for a type, and all else that rebuilds an array or a path.
-_MODULES = ("care_jax", "PIL", "numpy", "pathlib", "builtins")
+_MODULES = ("care_jax", "PIL", "numpy", "ml_dtypes", "pathlib", "builtins")
 _ARRAY = np.zeros(1)
 _BUILT = (
     *(np.ndarray, np.dtype, _ARRAY.__reduce__()[0], _ARRAY[0].__reduce__()[0]),
     *(_ARRAY.__reduce_ex__(5)[0], bytes, bytearray, type(pathlib.Path())),
+    ml_dtypes.bfloat16,  # of a model that computes in it, the patches
 )
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -245,7 +244,7 @@ def replicate(array: np.ndarray, mesh: Mesh) -> jax.Array:
 
 def num_shards(sharding: NamedSharding) -> int:
     """Number of shards of the leading axis, over all processes."""
-    return math.prod(sharding.mesh.shape[axis] for axis in sharding.spec[0] or ())
+    return math.prod(sharding.mesh.shape[axis] for axis in axis_names(sharding.spec[0]))
 
 
 def num_shards_of(axis: str, rules: Rules, mesh: Mesh) -> int:
@@ -297,8 +296,7 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
         if array.ndim == 0 or array.shape[0] % num_local:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} of shape {array.shape} must have a leading "
-                f"axis divisible by {num_local} shards ({' x '.join(sharding.spec[0])} of this "
-                "process)"
+                f"axis divisible by {num_local} shards ({_product(sharding)} of this process)"
             )
 
     for path, array in jax.tree_util.tree_leaves_with_path(batch):
@@ -308,16 +306,6 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
 
-def put_ahead(batches: Iterable[Any], sharding: NamedSharding) -> Iterator[Any]:
-    """`put_batch` of each batch, prefetching the next one."""
-    ahead = deque()
-    for batch in batches:
-        ahead.append(put_batch(batch, sharding))
-        if len(ahead) > 1:
-            yield ahead.popleft()
-    yield from ahead
-
-
 def check_divides(name: str, size: int, sharding: NamedSharding) -> None:
     """Rejects a batch size, the config's key `name`, that the mesh cannot shard evenly."""
     count = num_shards(sharding)
@@ -325,6 +313,11 @@ def check_divides(name: str, size: int, sharding: NamedSharding) -> None:
         below = max(size, 0) // count * count
         choices = " or ".join(str(n) for n in (below, below + count) if n)
         raise ValueError(
-            f"{name} {size} must be divisible by {count} devices ({' x '.join(sharding.spec[0])}); "
+            f"{name} {size} must be divisible by {count} devices ({_product(sharding)}); "
             f"set it to {choices}"
         )
+
+
+def _product(sharding: NamedSharding) -> str:
+    """The mesh axes of the leading axis, such as "data x fsdp"."""
+    return " x ".join(axis_names(sharding.spec[0]))

@@ -149,6 +149,11 @@ def predicted_alphas(num_negatives: int, variance: float, gap: float) -> tuple[f
     return (1 + (num_negatives + 1) * spread) ** -0.5, (1 + num_negatives * spread) ** -0.5
 
 
+def skip_rate(groups: Groups) -> float:
+    """The share of prompts that give no update: every advantage is 0."""
+    return float(np.mean(~(groups.credit.advantage != 0).any(1)))
+
+
 def subgroup_metrics(groups: Groups) -> dict[str, float]:
     """CARE's diagnostics.
 
@@ -173,7 +178,6 @@ def subgroup_metrics(groups: Groups) -> dict[str, float]:
     metrics = {
         "anchor_rate": np.mean(subgroup.has_update & ~subgroup.is_rescue),
         "rescue_rate": np.mean(has_update & subgroup.is_rescue),
-        "skip_rate": np.mean(~has_update),
         "reflect_rate": has_reflection.mean(),
     }
     if has_reflection.any():

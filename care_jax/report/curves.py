@@ -30,7 +30,7 @@ CHARTS = (
     ("pass@k", "share of questions", ("pass@*",)),
     ("Benchmarks", "", ("*/acc", "*/acc_low", "*/acc_high")),
     ("Benchmarks, pass@k", "share of questions", ("*/pass@*",)),
-    ("Questions", "count", ("num_examples", "num_dropped")),
+    ("Questions", "count", ("num_examples", "num_dropped", "num_not_judged")),
     ("Groups", "share of prompts", ("anchor_rate", "rescue_rate", "skip_rate")),
     ("Reflection", "", ("reflect_rate", "reflect_success", "reflect_first_try")),
     ("KL", "nats", ("kl_ref", "kl_old")),
@@ -102,7 +102,7 @@ class Curves:
     def _read_on(self, lines: BinaryIO) -> None:
         lines.seek(self._end - len(self._last))
         if lines.read(len(self._last)) != self._last:  # a resumed stage dropped lines
-            self._stages, self._end = {}, lines.seek(0)
+            self._stages, self._end, self._last = {}, lines.seek(0), b""
         for line in lines:
             if not line.endswith(b"\n"):
                 break

@@ -38,10 +38,10 @@ def read_shown(workdir: pathlib.Path, title: str = "") -> Shown:
     `title` is the folder's name by default.
     """
     steps: dict[int, list[str]] = {}
-    for line, record in read_records(workdir / "report.jsonl"):
+    for _, record in read_records(workdir / "report.jsonl"):
         groups = steps.setdefault(record["step"], [])
         if "responses" in record:
-            groups.append(line)
+            groups.append(page.to_json(record))
     return Shown(title or workdir.resolve().name, workdir, steps)
 
 

@@ -25,6 +25,7 @@ METRICS = (
     ("*/pass@*", "pass@k on this benchmark: at least one of k samples is correct."),
     ("num_examples", "Held-out questions that were answered and judged."),
     ("num_dropped", "Held-out questions left out, such as prompts that fit no bucket."),
+    ("num_not_judged", "Held-out questions left out because the reward function failed on them."),
     ("response_tokens", "Mean tokens of a response, end of sequence included."),
     ("think_tokens", "Mean tokens of the rationale span."),
     ("answer_tokens", "Mean tokens of the answer span."),

@@ -31,6 +31,7 @@ from care_jax.rl.rollout import CarriedOver, RolloutPrograms, asked, rollout_siz
 from care_jax.run.checkpoint import InFlightSave
 from care_jax.run.run import Run
 from care_jax.run.stage import Stage
+from models.attention.cached import keys_axis
 
 # Of the rollouts that are saved; drawn_logp and routes where there are some.
 _FIELDS = "tokens", "is_valid", "logp", "drawn_logp", "age", "embedding", "routes"
@@ -123,7 +124,8 @@ def restored(
     if (saved := description["sizes"]) != _sizes(queue):
         raise ValueError(
             f"the checkpoint has unfinished rollouts of decoding with {saved}, and this run has "
-            f"{_sizes(queue)}; resume with the rl.decode_rows, mesh and model.attention of the save"
+            f"{_sizes(queue)}; resume with the rl.decode_rows and mesh of the save, on a TPU with "
+            "model.attention 'kernel' if its keys_axis is -2, else 'xla'"
         )
     scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
     scheduler.restore(description["scheduler"])
@@ -151,6 +153,7 @@ def restored(
     arrays = read(shapes)
     if slots is not None:
         slots = jax.tree.unflatten(jax.tree.structure(slots), arrays.pop("slots"))
+        slots = queue.put_aside(slots)
     own = sharding.local_rows(sizes.period, run.decode_batch_sharding)
     is_own = np.isin(numbers % sizes.period, own)
     found = {name: np.asarray(array.addressable_data(0))[is_own] for name, array in arrays.items()}
@@ -167,11 +170,11 @@ def restored(
     return CarriedOver(groups, flight)
 
 
-def _sizes(queue: DecodeQueue) -> dict[str, int | str]:
+def _sizes(queue: DecodeQueue) -> dict[str, int]:
     """What must not differ between the save and the restore of slots."""
     options = queue.programs.options
     return {
         "rows": queue.sizes.num_rows,
         "shards": queue.sizes.num_shards,
-        "attention": options.attention.steps.name,
+        "keys_axis": keys_axis(options.attention.steps),
     }

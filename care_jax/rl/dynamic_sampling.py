@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 
 from care_jax.batch import Example, Groups
 from care_jax.data.pipeline import Batches
-from care_jax.devices import distributed
+from care_jax.devices import distributed, streams
 from care_jax.method import advantages
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.rewards.verifier import Verifier
@@ -50,7 +50,7 @@ def draw_groups(
     """
 
     def draw(number: int, examples: list[Example], prompts: list[TokenizedPrompt]) -> Groups:
-        rng = jax.random.fold_in(jax.random.key(run.config.seed), number)
+        rng = streams.key_of(run.config.seed, number)
         positions = None if carried is None else batches.positions(number)
         groups = asked(index, examples, prompts, positions)
         return roll_out(run, programs, params, rng, groups, verifier, carried)

@@ -53,13 +53,14 @@ class StepLog:
         self._collapse = CollapseWatch()
         self._limit = FailureLimit(self.verifier, self.run.config.verifier.max_failed)
         self._seconds = 0.0  # that logging the last step took
+        self._is_tracing = False
 
     def begin(self, step: int) -> None:
         """Called before the rollouts."""
         self._counted = dict(self.verifier.counts)
         if not self.stage.is_behind:  # else the step began when the last one's updates were done
             self._began = time.perf_counter() - self._seconds, self.clock.busy_seconds()
-        profile_steps(self.run, step, self.clock)
+        self._trace(step)
 
     def rolled_out(self, step: int) -> None:
         """Called between rollouts and updates; raises RewardFailed if too little was judged."""
@@ -151,7 +152,23 @@ class StepLog:
 
     def close(self) -> None:
         """Called after the last step."""
-        profile_steps(self.run, self.run.config.rl.num_steps, self.clock)
+        self._trace(self.run.config.rl.num_steps)
+
+    def _trace(self, step: int) -> None:
+        """Starts or stops the trace of `config.profile_steps`; called before each step.
+
+        Waits for the last step, which may still run. The trace is written to `workdir/profile`, for
+        TensorBoard's profiler or Perfetto. A run resumed among these steps traces the rest.
+        """
+        is_traced = bool(steps := self.run.config.profile_steps) and steps[0] <= step <= steps[1]
+        if is_traced == self._is_tracing:
+            return
+        self.clock.busy_seconds()
+        if is_traced:
+            jax.profiler.start_trace(self.run.workdir / "profile")
+        else:
+            jax.profiler.stop_trace()
+        self._is_tracing = is_traced
 
     def _verifier_metrics(self, draws: Sequence[Groups]) -> dict[str, float]:
         """Means of the reward function's components, and the verifier's counts of the step."""
@@ -167,6 +184,7 @@ class StepLog:
 def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> dict[str, float]:
     """Metrics of the groups of all processes: all that were drawn, and those trained on."""
     metrics = diagnostics.rollout_metrics(drawn, run.config.rl.num_rollouts)
+    metrics["skip_rate"] = diagnostics.skip_rate(trained)
     if run.objective.overlong is not None:
         metrics |= diagnostics.dapo_metrics(drawn, trained, num_draws, **run.objective.overlong)
     if trained.raw is not None:
@@ -230,23 +248,6 @@ def ages_of(run: Run, groups: Groups) -> dict[str, float]:
         total[: len(each)] += each
     shares = {f"age/{age}": float(n / total.sum()) for age, n in enumerate(total)}
     return shares | {"oldest_age": len(total) - 1}
-
-
-def profile_steps(run: Run, step: int, clock: DeviceClock) -> None:
-    """Starts or stops the trace of `config.profile_steps`; called before each step.
-
-    Waits for the last step, which may still run. The trace is written to `workdir/profile`, for
-    TensorBoard's profiler or Perfetto.
-    """
-    if not run.config.profile_steps:
-        return
-    first, last = run.config.profile_steps
-    if step in (first, last + 1):
-        clock.busy_seconds()
-    if step == first:
-        jax.profiler.start_trace(run.workdir / "profile")
-    elif step == last + 1:
-        jax.profiler.stop_trace()
 
 
 def open_report(run: Run) -> Report:

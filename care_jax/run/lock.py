@@ -36,7 +36,7 @@ def held(workdir: pathlib.Path, *, flag: str = "--workdir") -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         refusal = ""
-        if jax.process_index() == 0:
+        if distributed.is_alone() or jax.process_index() == 0:
             file = stack.enter_context((workdir / NAME).open("a+", encoding="utf-8"))
             folder = os.open(workdir, os.O_RDONLY)
             stack.callback(os.close, folder)

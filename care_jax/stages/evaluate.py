@@ -195,11 +195,14 @@ class Evaluator:
         results["settings"] = settings
         if judge is not None:
             # Only since this process started: resumed samples were judged, and paid for, before.
-            results["judge"] = {"name": judge.name, **judge.counts, "cost": judge.cost}
-            if lost := judge.counts["failures"]:
+            asked = [judge.counts, judge.cost, judge.problem]
+            counts, costs, problems = zip(*distributed.gather_json(asked), strict=True)
+            total = {key: sum(each[key] for each in counts) for key in judge.counts}
+            results["judge"] = {"name": judge.name, **total, "cost": sum(costs)}
+            if lost := total["failures"]:
                 print_line(
-                    f"the judge gave no verdict on {lost} answers ({judge.problem}); run again "
-                    "with the same workdir to ask it about these"
+                    f"the judge gave no verdict on {lost} answers ({max(problems, key=len)}); run "
+                    "again with the same workdir to ask it about these"
                 )
         markdown = scoreboard.to_markdown(results)
         if jax.process_index() == 0:
@@ -235,6 +238,7 @@ def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
     prompts = ("min_pixels", "max_pixels", "system_prompt", "instruction", "think_tag")
     return {
         "model": config.model.path,
+        "compute_dtype": config.model.compute_dtype,
         "weights": repr(float(np.asarray(checksum.addressable_data(0)))),
         "max_response_tokens": config.evaluate.max_response_tokens,
         "buckets": [list(bucket) for bucket in run.policy.prompts.buckets],

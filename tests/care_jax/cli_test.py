@@ -74,7 +74,7 @@ def test_names_become_paths_of_what_is_installed():
     assert cli.resolved("sweep", ["--experiment=rescue"]) == [
         f"--experiment={ROOT}/experiments/rescue.py"
     ]
-    for path in ("--config=my/own.py", "--config=own.py:small"):
+    for path in ("--config=my/own.py", "--config=own.py:small", "--config=config.json"):
         assert cli.resolved("train", [path]) == [path]
     with pytest.raises(ValueError, match=r"no file 'qwen' in configs; .* one of .*qwen25vl_7b"):
         cli.resolved("train", ["--config=qwen"])
@@ -89,6 +89,17 @@ def test_a_command_that_reads_a_run_takes_its_configuration(tmp_path):
     assert cli.resolved("export", ["--config=tiny", f"--workdir={tmp_path}"])[0] == of_tiny
     assert cli.resolved("export", [f"--workdir={tmp_path}/none"])[0] == of_tiny
     assert cli.resolved("train", [f"--workdir={tmp_path}"])[0] == of_tiny
+
+
+def test_a_command_without_a_workdir_takes_the_configuration_of_its_own(tmp_path, monkeypatch):
+    """The `config.json` of the current folder may be a release's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.resolved("evaluate", [])[0] == f"--config={ROOT}/configs/tiny.py"
+    for command, workdir in (("evaluate", "runs/tiny"), ("probe", "runs/repair")):
+        (tmp_path / workdir).mkdir(parents=True)
+        (tmp_path / workdir / "config.json").write_text("{}")
+        assert cli.resolved(command, [])[0] == f"--config={workdir}/config.json"
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export"])

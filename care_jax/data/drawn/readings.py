@@ -26,7 +26,7 @@ An example is a pure function of (seed, split, index). The splits share no (pict
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from care_jax.batch import Example
 from care_jax.data.drawn import splits_and_repairs
 from care_jax.data.drawn.synthetic import (
     MAX_COUNT,
-    SHAPES,
     Diagram,
     draw,
     lowest_count,
@@ -153,17 +152,6 @@ class ReadingsSource(Sequence[Example]):
 
     def _may(self, kind: str, kinds: tuple[str, ...]) -> bool:
         return self.mixed_errors or kind in kinds
-
-
-def texts() -> Iterator[str]:
-    """Every question and rationale that can occur, to train a tokenizer on."""
-    for a in SHAPES:
-        for kind in KINDS:
-            for b in range(10):
-                yield _QUESTIONS[kind].format(a=a, b=b)
-                yield from (text.format(a=a, b=b) for text in _OPERATIONS[kind])
-        for n in range(1, MAX_COUNT + 1):
-            yield from (text.format(a=a, n=n) for text in _READINGS)
 
 
 def _result(kind: str, count: int, b: int) -> str:

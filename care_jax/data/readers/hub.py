@@ -36,8 +36,7 @@ def find(
         ValueError: the path does not exist and cannot be downloaded, or is no model, or
             `release_folder.check` refuses it.
     """
-    # `process_count` initialises devices, which `commands.prepare` runs without.
-    is_shared = _may_be_id(path) and jax.distributed.is_initialized() and jax.process_count() > 1
+    is_shared = _may_be_id(path) and not distributed.is_alone()
     is_first = is_shared and jax.process_index() == 0
     if is_shared and not is_first:
         distributed.gather_json(path)  # a barrier: process 0 is done
@@ -59,7 +58,8 @@ def check_split(name: str, split: str) -> None:
 
 def image_folder(images: str, release: pathlib.Path) -> pathlib.Path:
     """The folder that image paths are relative to: `images`; if empty, that of the release."""
-    return pathlib.Path(images or (release.parent if release.is_file() else release))
+    default = release.parent if release.is_file() else release
+    return pathlib.Path(images).expanduser() if images else default
 
 
 def _may_be_id(path: str) -> bool:

@@ -45,7 +45,7 @@ class JsonRows:
     """
 
     def __init__(self, path: str | pathlib.Path):
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).expanduser()
         if not self.path.is_file():
             what = "a folder" if self.path.is_dir() else "which does not exist"
             raise ValueError(

@@ -8,6 +8,7 @@ JSON lines or parquet. A response is `<{think_tag}>solution</{think_tag}><answer
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from care_jax.batch import Example, Unusable
 from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.readers.parquet import ParquetRows, find_files
-from care_jax.data.rows import Rows, make_example
+from care_jax.data.rows import Rows, locate, make_example
 from care_jax.rewards.equivalence import notation
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")
@@ -54,14 +55,16 @@ def _open(
     split: str,
     think_tag: str,
 ) -> Rows:
-    lines = sorted(release.glob(f"{split or '*'}.jsonl")) if release.is_dir() else [release]
-    if len(lines) == 1 and lines[0].suffix in (".jsonl", ".json"):
-        table = JsonRows(lines[0])
+    files = sorted(release.glob(f"{split or '*'}.jsonl")) if release.is_dir() else [release]
+    if files and files[0].suffix in (".jsonl", ".json"):
+        tables = [JsonRows(file) for file in files]
     else:
-        table = ParquetRows(find_files(release, split))
+        tables = [ParquetRows(find_files(release, split))]
+    ends = list(itertools.accumulate(map(len, tables)))
 
     def example(index: int) -> Example:
-        row = table[index]
+        part, row_index = locate(ends, index)
+        row = tables[part][row_index]
         question, rationale, answer = parts_of(row)
         used = ("question", "problem", "solution", "answer", "unique_id")
         return make_example(
@@ -77,7 +80,7 @@ def _open(
             needs_image=False,
         )
 
-    return Rows(len(table), example)
+    return Rows(ends[-1], example)
 
 
 def _of_gsm8k(row: Mapping[str, Any]) -> tuple[Any, str, str]:

@@ -47,6 +47,16 @@ def test_two_runs_are_one_page(tmp_path, monkeypatch, capfd):
     assert not (folders[0] / "report.html").exists()
 
 
+def test_a_log_from_elsewhere_puts_no_markup_into_the_page(tmp_path):
+    workdir = write(tmp_path / "a", 0.25)
+    group = group_of(3) | {"step": 3, "question": "</script><h1>"}
+    with (workdir / "report.jsonl").open("a") as file:
+        file.write(f"{json.dumps({'step': 3})}\n{json.dumps(group)}\n")
+    report.main([str(workdir)])
+    assert "<h1>" not in (workdir / "report.html").read_text()
+    assert data_of(workdir)["groups"][-1]["question"] == "</script><h1>"
+
+
 def test_one_run_has_its_own_page_drawn_again(tmp_path, capsys):
     workdir = write(tmp_path / "a", 0.25)
     report.main([str(workdir)])

@@ -159,6 +159,24 @@ REFUSED = {
         for name in ("gamma_pos", "gamma_neg", "gamma_share")
     },
     **{
+        f"{key} without {switch}": (
+            {key: value, switch: off},
+            rf"config\.{key} has no effect without {switch}; leave it out",
+        )
+        for switch, off, key, value in (
+            ("care.reflect", False, "care.cue", "No."),
+            ("care.reflect", False, "care.s_refl", 0.1),
+            ("care.reflect", False, "care.reflect_top_p", 0.9),
+            ("care.rescue", False, "care.rescue_scale", 0.1),
+            ("rl.carry_over", 0.0, "rl.max_age", 3),
+            ("model.lora_rank", 0, "model.lora_alpha", 8.0),
+        )
+    },
+    "candidates that the rule does not take": (
+        {"care.rule": "nearest", "care.M": 5},
+        r"care\.M has no effect under care\.rule 'nearest'",
+    ),
+    **{
         f"{key} under {mode}": (
             {key: value, "care.reflect_mode": mode},
             rf"config\.{key} has no effect under care\.reflect_mode",

@@ -6,6 +6,7 @@ import pickle
 import zipfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -31,11 +32,12 @@ def images(folder):
     }
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", ["drawn", "opened", "path", "bytes", "archived"])
-def test_a_group_reaches_the_other_process(tmp_path, kind):
+def test_a_group_reaches_the_other_process(tmp_path, kind, dtype):
     image = images(tmp_path)[kind]
     example = Example("1", "zip", (image,), "<image> é?", [0.5, {"a": None}], extra={"n": [1, "x"]})
-    prompt = TokenizedPrompt(np.arange(3), np.ones((1, 3), int), np.ones((2, 4), np.float32))
+    prompt = TokenizedPrompt(np.arange(3), np.ones((1, 3), int), np.ones((2, 4), dtype))
     objects = [np.empty(1, object) for _ in range(2)]
     objects[0][:], objects[1][:] = [example], [prompt]
     group = Groups(index=np.array([7]), examples=objects[0], prompts=objects[1])

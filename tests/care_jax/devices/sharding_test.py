@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from care_jax.devices import sharding
+from care_jax.devices import distributed, sharding
 
 RULES = (("embed", "fsdp"), ("vocab", "tensor"), ("mlp", "tensor"), ("kv_heads", "tensor"))
 
@@ -198,16 +198,16 @@ def test_batch_is_sharded_by_rows_as_its_rule_says():
         assert {each.data.shape for each in batch["mask"].addressable_shards} == {(num_rows,)}
 
 
-def test_batches_are_put_one_ahead_of_the_one_worked_on(monkeypatch):
-    place = place_of(sharding.make_mesh(2, 2, 2), "data", "fsdp")
-    put, put_batch = [], sharding.put_batch
-    monkeypatch.setattr(
-        sharding, "put_batch", lambda batch, place: put.append(batch[0]) or put_batch(batch, place)
-    )
-    for number, batch in enumerate(sharding.put_ahead([np.full(4, n) for n in range(4)], place)):
-        assert put == list(range(min(number + 2, 4)))
-        np.testing.assert_array_equal(batch, np.full(4, number))
-    assert number == 3 and not list(sharding.put_ahead([], place))
+@pytest.mark.parametrize("axes", ["fsdp", ("fsdp",)])
+def test_a_batch_may_be_sharded_over_a_single_axis(axes):
+    """Of which a `PartitionSpec` keeps the name alone."""
+    mesh = sharding.make_mesh(2, 4, 1)
+    place = sharding.batch_sharding(mesh, (("batch", axes),))
+    assert sharding.num_shards(place) == 4
+    assert sharding.put_batch(np.zeros((8, 3)), place).sharding == place
+    with pytest.raises(ValueError, match=r"4 devices \(fsdp\); set it to 4 or 8"):
+        sharding.check_divides("rl.microbatch_size", 6, place)
+    distributed.check_mesh(mesh, (("batch", axes),))
 
 
 def test_every_row_of_a_batch_has_one_owner():

@@ -70,7 +70,7 @@ def care_metrics(acc, fmt, has_reflection, advantage=None):
         credit=Credit(advantage, None, None, None, None),
         raw=raw,
     )
-    return diagnostics.subgroup_metrics(groups)
+    return diagnostics.subgroup_metrics(groups) | {"skip_rate": diagnostics.skip_rate(groups)}
 
 
 def test_rates_count_anchors_rescues_reflections_and_skips():

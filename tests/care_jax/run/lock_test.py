@@ -40,6 +40,13 @@ def test_a_second_process_is_refused_by_the_firsts_id_and_host_until_it_is_kille
         assert (tmp_path / NAME).read_text().startswith(f"process {os.getpid()} on host ")
 
 
+def test_a_process_alone_is_locked_without_its_devices(tmp_path):
+    """As `prepare` is, beside a run that has them; here there are none of the platform."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=True)
+
+
 def test_the_lock_is_free_behind_a_run_that_failed(tmp_path):
     with pytest.raises(KeyboardInterrupt), held(tmp_path):
         raise KeyboardInterrupt

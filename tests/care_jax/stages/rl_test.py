@@ -386,6 +386,27 @@ def test_the_steps_asked_for_are_traced(run_loop, monkeypatch, steps):
     assert traced == ["update"] * 2 * (last - first + 1)
 
 
+@pytest.mark.parametrize("steps", [(1, 2), (0, 1)])
+def test_a_run_resumed_behind_the_first_traced_step_traces_what_is_left(
+    run_loop, monkeypatch, steps
+):
+    """It dies in step 3 and goes on from step 2, the last of those asked for or behind it."""
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda path: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(dies_at=3, changes={"profile_steps": steps})
+    assert calls == ["start", "stop"]
+    run_loop(changes={"profile_steps": steps})
+    assert calls[2:] == (["start", "stop"] if steps[1] == 2 else [])
+
+
+@pytest.mark.parametrize("objective", ["care", "grpo"])
+def test_groups_without_an_update_are_counted_under_every_objective(run_loop, objective):
+    *_, metrics = run_loop(changes={"rl.objective": objective})
+    assert all(0 <= record["skip_rate"] <= 1 for record in metrics if record["stage"] == "rl")
+
+
 def test_idle_devices_are_told_of_every_step(run_loop):
     *_, metrics = run_loop()
     assert all(record["device_idle"] <= 1 for record in metrics if record["stage"] == "rl")

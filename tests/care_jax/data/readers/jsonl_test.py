@@ -162,6 +162,13 @@ def test_image_paths_stay_below_the_images_folder_unless_allowed(write, tmp_path
     assert len(checked(rows, "rows")[0]) == 2
 
 
+def test_a_path_may_begin_with_the_home_folder(write, tmp_path, monkeypatch):
+    path = write(GOOD)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = jsonl.open_rows(f"~/{path.name}", images="~")
+    assert rows[0].images == jsonl.open_rows(str(path))[0].images
+
+
 def test_rows_from_python_may_name_any_file(write, monkeypatch):
     folder = write().parent
     (folder / "inner").mkdir()

@@ -70,6 +70,8 @@ def test_a_folder_of_json_lines_has_a_file_for_each_split(tmp_path):
     write_lines(tmp_path / "train.jsonl", MATH)
     write_lines(tmp_path / "test.jsonl", MATH_500, MATH_500)
     assert len(open_source("math", path=str(tmp_path), split="test")) == 2
+    both = [open_source("math", path=str(tmp_path))[index].question for index in range(3)]
+    assert both == [MATH_500["problem"]] * 2 + [MATH["problem"]]
     with pytest.raises(ValueError, match="expected parquet files of split 'dev'"):
         open_source("math", path=str(tmp_path), split="dev")
 
