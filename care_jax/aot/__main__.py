@@ -212,7 +212,7 @@ def run_main() -> None:
     )
     slices = flags.DEFINE_integer("slices", 1, "Slices of TPUs, each of that topology.")
     mean = flags.DEFINE_float("mean_response", None, "Tokens of a response on average.")
-    is_estimated = flags.DEFINE_bool("estimate", False, "Print the estimate of a step of 'rl' alone.")
+    is_estimated = flags.DEFINE_bool("estimate", False, "Only estimate a step of 'rl'.")
     price = flags.DEFINE_float("price", None, "List price of a chip for an hour.", lower_bound=0)
     flags.mark_flag_as_required("config")
     logging.set_verbosity(logging.INFO)

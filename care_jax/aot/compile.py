@@ -277,7 +277,7 @@ def _decode_programs(
     rows_sharding, rules = run.decode_batch_sharding, run.config.decode_sharding_rules
     impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
     per_prompt = shapes.on_batch(rows_sharding, sizes.num_new)
-    prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
+    prompts = shapes.prompts(run, sizes.num_new, sizes.num_context_tokens)
     num_tokens = prompts.tokens.shape[1]
     slots = shapes.slots(run, sizes, num_tokens)
 

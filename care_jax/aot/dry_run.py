@@ -157,7 +157,7 @@ def _memory(run: Run) -> Iterator[str]:
         most = max(
             shapes.num_bytes(shapes.slots(run, sizes, num_tokens))
             for sizes in rollout_sizes(run)
-            for num_tokens in [shapes.largest_bucket(run)[0] + sizes.context_tokens]
+            for num_tokens in [shapes.largest_bucket(run)[0] + sizes.num_context_tokens]
         )
         yield f"{_gib(most)} KV caches and slots of rl.decode_prompts prompts of the largest bucket"
     stats = run.mesh.devices.flat[0].memory_stats() or {}

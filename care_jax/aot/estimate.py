@@ -239,7 +239,7 @@ def _of_step(
     if name.endswith("prefill"):
         longest, most = shapes.largest_bucket(run)
         for num_tokens, num_patches in schedule.prefills:
-            tokens = num_tokens / (longest + sizes.context_tokens)
+            tokens = num_tokens / (longest + sizes.num_context_tokens)
             patches = num_patches / max(most, 1)
             add(total, _scaled(cost.once, tokens, patches, (*_COMPUTED, "network")))
         return total

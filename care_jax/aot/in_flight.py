@@ -91,7 +91,7 @@ def _with(run: Run, num_prompts: int, num_rows: int) -> Run:
 
 def _slots(run: Run, sizes: Sizes) -> int:
     """Bytes on one chip of the slots, caches included."""
-    num_tokens = shapes.largest_bucket(run)[0] + sizes.context_tokens
+    num_tokens = shapes.largest_bucket(run)[0] + sizes.num_context_tokens
     return shapes.num_bytes(shapes.slots(run, sizes, num_tokens))
 
 

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
 from care_jax.data.stages import open_tokenizer
 from care_jax.decoding.schedule import Sizes
-from care_jax.decoding.slots import Slots, empty_slots, slot_axes
+from care_jax.decoding.slots import Slots, abstract_slots
 from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.prompts.builder import backbone_config
@@ -66,11 +66,8 @@ def slots(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Slots:
     dtype = jnp.dtype(run.config.model.compute_dtype)
     rules = run.config.decode_sharding_rules
     attention = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
-    empty = jax.eval_shape(
-        lambda: empty_slots(run.policy.config, sizes, num_prompt_tokens, dtype, attention)
-    )
-    shardings = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
-    return sharding.abstract(empty, shardings)
+    where = attention, rules, run.mesh
+    return abstract_slots(run.policy.config, sizes, num_prompt_tokens, dtype, *where)
 
 
 def largest_bucket(run: Run) -> tuple[int, int]:
@@ -90,10 +87,10 @@ def largest_update(run: Run) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N
     return sizes, np.full((rl.prompts_per_update, num_rows(run)), rl.max_response_tokens)
 
 
-def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
-    """`size` prompts of the largest bucket, each with `context_tokens` additional tokens."""
+def prompts(run: Run, size: int, num_context_tokens: int = 0) -> Prompts:
+    """`size` prompts of the largest bucket, each with `num_context_tokens` additional tokens."""
     num_tokens, num_patches = largest_bucket(run)
-    num_tokens += context_tokens
+    num_tokens += num_context_tokens
     rows_sharding = run.decode_batch_sharding
     tokens = on_batch(rows_sharding, size, num_tokens)
     return Prompts(

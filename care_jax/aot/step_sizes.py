@@ -240,6 +240,6 @@ def schedules(
     decoding = simulate(first, waiting, dict(enumerate(rollouts)), buckets)
     if not reflected.size:
         return decoding, Schedule((), ())
-    room = second.max_tokens - second.context_tokens
+    room = second.max_tokens - second.num_context_tokens
     reflected = dict(enumerate(np.minimum(reflected, room)))
     return decoding, simulate(second, waiting, reflected, buckets)

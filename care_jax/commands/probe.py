@@ -140,7 +140,7 @@ def probe(
             said_run = dataclasses.replace(run, config=said)
             forced["other_words"] = contexts_of(said_run, failures, "cue")
         longest = max(len(context) for contexts in forced.values() for context in contexts)
-        sizes = dataclasses.replace(rollout_sizes(run)[1], context_tokens=longest)
+        sizes = dataclasses.replace(rollout_sizes(run)[1], num_context_tokens=longest)
         sampling = {"temperature": config.rl.temperature, "top_p": config.rl.top_p}
         decoding = compile_decoder(run, **sampling, attention=attention)
         queue = DecodeQueue(decoding, run.policy.prompts, sizes, clock)

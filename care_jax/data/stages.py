@@ -73,7 +73,9 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
 
 def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The folder's tokenizer; for "" one trained on the texts of `synthetic` in about a second."""
-    return load_tokenizer(os.path.expanduser(folder)) if folder else build_tokenizer(synthetic.texts())
+    if not folder:
+        return build_tokenizer(synthetic.texts())
+    return load_tokenizer(os.path.expanduser(folder))
 
 
 def open_prompts(

@@ -33,7 +33,15 @@ from care_jax.decoding import sampler
 from care_jax.decoding.rollout_buffer import InFlight, Request, RolloutBuffer
 from care_jax.decoding.sampler import DecodeOptions, SampledTokens
 from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of, widened
-from care_jax.decoding.slots import Slots, empty_slots, idle_where, keep_slots, pad_left, slot_axes
+from care_jax.decoding.slots import (
+    Slots,
+    abstract_slots,
+    empty_slots,
+    idle_where,
+    keep_slots,
+    pad_left,
+    slot_axes,
+)
 from care_jax.devices import distributed, placement, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import PromptBuilder
@@ -224,15 +232,9 @@ class DecodeQueue:
 
     def slots_like(self, num_slots: int, num_prompt_tokens: int) -> Slots:
         """Shapes and shardings of so many slots, of prompts of this length."""
-        options = self.programs.options
-        sizes, dtype = dataclasses.replace(self.sizes, num_slots=num_slots), options.dtype
-        attention = options.attention.steps
-        empty = jax.eval_shape(
-            lambda: empty_slots(options.config, sizes, num_prompt_tokens, dtype, attention)
-        )
-        axes = slot_axes(empty)
-        shardings = sharding.param_shardings(axes, empty, options.rules, options.mesh)
-        return sharding.abstract(empty, shardings)
+        options, sizes = self.programs.options, dataclasses.replace(self.sizes, num_slots=num_slots)
+        where = options.attention.steps, options.rules, options.mesh
+        return abstract_slots(options.config, sizes, num_prompt_tokens, options.dtype, *where)
 
     def _restored(self, slots: Slots | None, scheduler: Scheduler) -> Slots | None:
         """A copy of the slots on the devices, as many as before."""
@@ -274,12 +276,15 @@ class DecodeQueue:
         admitted = [padding if place < 0 else requests[place] for place in places]
         tokenized, contexts = [r.prompt for r in admitted], [r.context for r in admitted]
         prompts = self.prompts.batch(
-            tokenized, sizes_of(waiting), contexts=contexts, context_tokens=sizes.context_tokens
+            tokenized,
+            sizes_of(waiting),
+            contexts=contexts,
+            num_context_tokens=sizes.num_context_tokens,
         )
         budget = np.full((len(admitted), sizes.num_rollouts), sizes.max_tokens, np.int32)
         for row, request in zip(budget, admitted, strict=True):
             row[:] = (row if request.limits is None else request.limits) - len(request.context)
-        largest = self.prompts.buckets[-1][0] + sizes.context_tokens
+        largest = self.prompts.buckets[-1][0] + sizes.num_context_tokens
         before = 0 if slots is None else slots.prefix.is_valid.shape[1]
         num_tokens = widened(before, prompts.tokens.shape[1], largest)
         if slots is None:

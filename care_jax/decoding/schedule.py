@@ -39,7 +39,7 @@ class Sizes:
     num_rows: int  # R
     num_rollouts: int  # G
     max_tokens: int  # T, context included
-    context_tokens: int  # maximum number of forced tokens at the start of a rollout
+    num_context_tokens: int  # maximum number of forced tokens at the start of a rollout
     num_shards: int  # of the batch; divides B
     period: int  # prompts of an update; each such run of prompts is split evenly over the shards
 
@@ -380,5 +380,5 @@ class Scheduler:
     def _prefill_cost(self) -> int:
         """Slot-steps that a prefill of the next prompts costs, as in `Refill`."""
         longest = max((queue[0].num_tokens for queue in self._waiting if queue), default=0)
-        num_tokens = self._sizes.num_new * (longest + self._sizes.context_tokens)
+        num_tokens = self._sizes.num_new * (longest + self._sizes.num_context_tokens)
         return num_tokens // self._sizes.num_rows + self._indices.size

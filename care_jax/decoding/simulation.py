@@ -84,7 +84,7 @@ class Simulation:
             num_wanted: prompts that must be whole at the end; None: all.
         """
         sizes, scheduler = self._sizes, self.scheduler
-        self._num_tokens_of |= {p.index: p.num_tokens + sizes.context_tokens for p in prompts}
+        self._num_tokens_of |= {p.index: p.num_tokens + sizes.num_context_tokens for p in prompts}
         self._lengths |= lengths
         scheduler.begin(prompts, num_wanted)
         self._move(scheduler.widen())
@@ -95,8 +95,8 @@ class Simulation:
                 new, chosen = admission
                 size = sizes_of(new).max(0)
                 tokens, patches = next(b for b in self._buckets if (size <= b).all())
-                prefills.append((tokens + sizes.context_tokens, patches))
-                largest = self._buckets[-1][0] + sizes.context_tokens
+                prefills.append((tokens + sizes.num_context_tokens, patches))
+                largest = self._buckets[-1][0] + sizes.num_context_tokens
                 needed = prefills[-1][0]
                 self._num_prompt_tokens = widened(self._num_prompt_tokens, needed, largest)
                 for slot in np.flatnonzero(chosen >= 0).tolist():

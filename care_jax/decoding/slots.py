@@ -16,10 +16,13 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
 from care_jax.decoding.schedule import Sizes
+from care_jax.devices import sharding
+from care_jax.devices.sharding import Rules
 from models import backbone
 from models.attention.cached import stored_keys, whole_blocks
 from models.attention.packed import XLA, AttentionImpl
@@ -102,6 +105,21 @@ def slot_axes(slots: Slots) -> Slots:
         cache=jax.tree.map(lambda _: SUFFIX_AXES, slots.cache),
         prefix=dataclasses.replace(axes.prefix, cache=prefix_cache),
     )
+
+
+def abstract_slots(
+    config: BackboneConfig,
+    sizes: Sizes,
+    num_prompt_tokens: int,
+    dtype: DTypeLike,
+    attention: AttentionImpl,
+    rules: Rules,
+    mesh: Mesh,
+) -> Slots:
+    """Shapes and shardings of `empty_slots`."""
+    empty = jax.eval_shape(lambda: empty_slots(config, sizes, num_prompt_tokens, dtype, attention))
+    shardings = sharding.param_shardings(slot_axes(empty), empty, rules, mesh)
+    return sharding.abstract(empty, shardings)
 
 
 def idle_where(slots: Slots, is_new: Bool[Array, " B"]) -> Slots:

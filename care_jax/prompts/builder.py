@@ -234,7 +234,7 @@ class PromptBuilder:
         sizes: Int[np.ndarray, "N 2"] | None = None,
         *,
         contexts: Sequence[Int[np.ndarray, " _"]] | None = None,
-        context_tokens: int = 0,
+        num_context_tokens: int = 0,
     ) -> Prompts:
         """Pads prompts to the smallest bucket that holds them all.
 
@@ -242,7 +242,7 @@ class PromptBuilder:
             sizes: tokens and patches of all prompts of the global batch, if `prompts` holds only
                 this process's share.
             contexts: forced response tokens after each prompt; all of them are treated as text.
-            context_tokens: C, space for the contexts in addition to the bucket's P tokens.
+            num_context_tokens: C, space for the contexts in addition to the bucket's P tokens.
 
         Returns:
             a row of P + C tokens per prompt, in numpy; `images` is None if the batch has no image.
@@ -256,7 +256,7 @@ class PromptBuilder:
                 "a batch needs {} tokens and {} patches, but the buckets are {}; leave out prompts "
                 "that do not fit or enlarge data.buckets".format(*sizes.max(0), self.buckets)
             )
-        num_tokens = bucket[0] + context_tokens
+        num_tokens = bucket[0] + num_context_tokens
         shape = (len(prompts), num_tokens)
         tokens = np.full(shape, self.config.pad_token_id, np.int32)
         is_valid = np.zeros(shape, bool)

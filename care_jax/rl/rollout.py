@@ -90,7 +90,7 @@ def compile_decoder(
     return compile_decoding(options)
 
 
-def context_tokens(run: Run) -> int:
+def num_context_tokens(run: Run) -> int:
     """Maximum number of forced tokens of a reflected row.
 
     Without a tokenizer (programs are only compiled), four bytes of the cue count as one token.
@@ -130,7 +130,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
         num_rows=min(rl.decode_rows, rl.num_rollouts),
         num_rollouts=rl.num_rollouts,
         max_tokens=rl.max_response_tokens,
-        context_tokens=0,
+        num_context_tokens=0,
         num_shards=shards,
         period=rl.prompts_per_update,
     )
@@ -139,7 +139,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
         num_slots=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
         num_rows=1,
         num_rollouts=1,
-        context_tokens=context_tokens(run),
+        num_context_tokens=num_context_tokens(run),
     )
     return tries, repairs
 

@@ -74,7 +74,7 @@ def answering_sizes(run: Run) -> Sizes:
         num_rows=min(settings.decode_rows, settings.num_samples),
         num_rollouts=settings.num_samples,
         max_tokens=settings.max_response_tokens,
-        context_tokens=0,
+        num_context_tokens=0,
         num_shards=sharding.num_shards(run.decode_batch_sharding),
         period=settings.batch_size,
     )

@@ -23,7 +23,7 @@ def make_answer(
     num_rows,
     num_rollouts,
     max_tokens,
-    context_tokens=0,
+    num_context_tokens=0,
     temperature=1.0,
     top_p=1.0,
     stops=True,
@@ -48,7 +48,7 @@ def make_answer(
         stops=stops,
         keeps_routes=keeps_routes,
     )
-    shape = num_slots, num_rows, num_rollouts, max_tokens, context_tokens
+    shape = num_slots, num_rows, num_rollouts, max_tokens, num_context_tokens
     sizes, programs = Sizes(*shape, options.num_shards, period), compile_decoding(options)
     queue = DecodeQueue(programs, policy.prompts, sizes, DeviceClock())
     decode_params = backbone.to_decode_layout(params, policy.config, jnp.float32)

@@ -17,7 +17,7 @@ from models.attention.kernels import DKV, DQ, FORWARD
 from models.attention.packed import AttentionImpl
 
 FORWARD_SHARE = kernel_prices.GPU_KERNEL_SHARE[FORWARD]
-SIZES = Sizes(4, 2, 4, 512, context_tokens=0, num_shards=1, period=4)
+SIZES = Sizes(4, 2, 4, 512, num_context_tokens=0, num_shards=1, period=4)
 
 
 def test_a_decode_step_reads_the_blocks_of_active_rows_and_slots(monkeypatch):

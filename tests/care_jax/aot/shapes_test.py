@@ -13,7 +13,7 @@ from care_jax.batch import ImitationBatch
 from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.rl.rollout import context_tokens
+from care_jax.rl.rollout import num_context_tokens
 from care_jax.run.run import Run
 from configs import tiny
 from models.release.known import RELEASES
@@ -73,11 +73,11 @@ def test_batches_are_those_that_packing_makes(run, image_prompts, correction):
 def test_a_context_is_as_long_as_the_budget_and_the_cue(run, policy):
     run.config.care.update(max_context=11, cue="a cue of twenty-one b")
     num_cue = len(policy.tokenizer.encode("a cue of twenty-one b", add_special_tokens=False))
-    assert context_tokens(run) == 11 + num_cue
+    assert num_context_tokens(run) == 11 + num_cue
     without = dataclasses.replace(run, policy=dataclasses.replace(policy, tokenizer=None))
-    assert context_tokens(without) == 11 + 6
+    assert num_context_tokens(without) == 11 + 6
     run.config.care.reflect_mode = "resample"
-    assert context_tokens(run) == 0
+    assert num_context_tokens(run) == 0
 
 
 def test_bytes_are_those_of_one_device(run):

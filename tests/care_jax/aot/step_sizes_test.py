@@ -9,7 +9,7 @@ from care_jax.config.checks import fill_in
 from care_jax.devices import flops
 from care_jax.devices.sharding import make_mesh
 from care_jax.packing.plan import TreeSizes, plan_rows
-from care_jax.rl.rollout import context_tokens
+from care_jax.rl.rollout import num_context_tokens
 from care_jax.run.run import Run
 from configs import tiny
 
@@ -46,7 +46,7 @@ def test_the_largest_step_is_full(run):
     assert sum(call.num_tokens for call in decoding.calls) == 64 * 8 * 36
     assert decoding.num_steps == 64 // 16 * 2 * 35
     assert {call.num_prompt_tokens for call in decoding.calls} == {128}
-    context = context_tokens(run)
+    context = num_context_tokens(run)
     assert reflecting.prefills == ((128 + context, 64),) * 32  # for 32 slots, with a row each
     assert sum(call.num_tokens for call in reflecting.calls) == 64 * (36 - context)
     plan, packed = step.updates[0]
@@ -60,7 +60,7 @@ def test_all_that_is_drawn_is_decoded(run, drawn):
     _, responses = drawn
     step = step_sizes.expected_step(run, MEAN)
     assert sum(call.num_tokens for call in step.decoding.calls) == responses[:, :8].sum()
-    room = 36 - context_tokens(run)
+    room = 36 - num_context_tokens(run)
     sampled = sum(call.num_tokens for call in step.reflecting.calls)
     assert sampled == np.minimum(responses[:, 8], room).sum()
     # The smallest bucket that holds 20 + 40 tokens, before that which holds 20 + 63.

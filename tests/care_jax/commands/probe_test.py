@@ -121,8 +121,8 @@ def test_right_rationales_of_failures_are_not_counted_as_wrong(probed):
 
 def test_decoding_has_room_for_the_longest_context(probed):
     _, forced, sizes, shipped = probed(rationale="So {} and 2." + " and" * 20)
-    assert sizes == dataclasses.replace(shipped, context_tokens=sizes.context_tokens)
-    assert shipped.context_tokens < 20 < sizes.context_tokens < 48
+    assert sizes == dataclasses.replace(shipped, num_context_tokens=sizes.num_context_tokens)
+    assert shipped.num_context_tokens < 20 < sizes.num_context_tokens < 48
     assert len(forced["forced_right"]) == 4
 
 

@@ -89,7 +89,7 @@ def main(topology: str) -> None:
         num_rows=ROWS,
         num_rollouts=8,
         max_tokens=RING,
-        context_tokens=0,
+        num_context_tokens=0,
         num_shards=mesh.size,
         period=SLOTS,
     )

@@ -84,7 +84,7 @@ def answer(params, ending, requests):
             num_rows=num_rows,
             num_rollouts=G,
             max_tokens=T,
-            context_tokens=5,
+            num_context_tokens=5,
             temperature=HOT,
             top_p=TOP_P,
             mesh=mesh,
@@ -158,7 +158,7 @@ def test_tokens_do_not_depend_on_where_a_step_ends(params, ending, requests, exp
 
     A step that is broken off changes nothing.
     """
-    settings = dict(num_slots=4, num_rows=2, num_rollouts=G, max_tokens=T, context_tokens=5)
+    settings = dict(num_slots=4, num_rows=2, num_rollouts=G, max_tokens=T, num_context_tokens=5)
     ask = make_answer(ending, params, **settings, temperature=HOT, top_p=TOP_P, period=16)
     decode_params = backbone.to_decode_layout(params, ending.config, np.float32)
     flight, pool, answered, ages = None, [], {}, Counter()

@@ -30,7 +30,7 @@ def decode(policy, params, image_prompts):
         key = (id(asked), *choice.items())
         if key not in compiled:
             sizes = dict(num_slots=4, num_rows=3, num_rollouts=3)
-            sizes |= dict(max_tokens=MAX_TOKENS, context_tokens=6)
+            sizes |= dict(max_tokens=MAX_TOKENS, num_context_tokens=6)
             compiled[key] = asked, make_answer(asked, params, **sizes, **choice)
         requests = map(Request, range(4), image_prompts, contexts)
         return compiled[key][1](list(requests), rng)
@@ -265,7 +265,7 @@ def test_log_probabilities_of_qwen3_vl_are_the_trainers_own(policy, trainer_logp
 
 def test_a_slot_that_takes_over_rollouts_stops_where_the_other_slot_would_have(policy):
     """Slot 2 takes over the last rollout of slot 0's, which end at 5; all of a prompt end at 9."""
-    sizes = Sizes(4, 2, 9, 16, context_tokens=0, num_shards=1, period=8)
+    sizes = Sizes(4, 2, 9, 16, num_context_tokens=0, num_shards=1, period=8)
     slots = empty_slots(policy.config, sizes, 4, jnp.float32)
     slots = slots.replace(
         prefix=slots.prefix.replace(first=jnp.arange(36).reshape(4, 9)),

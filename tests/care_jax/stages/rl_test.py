@@ -97,12 +97,12 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
         num_rows=3,
         num_rollouts=6,
         max_tokens=33,
-        context_tokens=0,
+        num_context_tokens=0,
         num_shards=1,
         period=updated,
     )
-    context = rollout.context_tokens(run)
-    one = {"num_rows": 1, "num_rollouts": 1, "context_tokens": context}
+    context = rollout.num_context_tokens(run)
+    one = {"num_rows": 1, "num_rollouts": 1, "num_context_tokens": context}
     assert second == dataclasses.replace(first, **one) and context > 11
     jax.eval_shape(rolled.select, 0, 0, rng, index)
     selection = {"K": 3, "M": 5, "rule": "mixed", "anchor_rule": "random", "success": "reward"}
