@@ -152,6 +152,7 @@ class BackboneConfig:
     family: str  # the `model_type` of its releases
     eos_token_ids: tuple[int, ...]  # each ends a response
     pad_token_id: int  # may be one of `eos_token_ids`, since masks mark the padding
+    bos_token_id: int | None = None  # for an export; None: as `pad_token_id`
     # None without a tower:
     image_token_id: int | None = None  # placeholder of an image feature
     video_token_id: int | None = None

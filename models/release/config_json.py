@@ -78,8 +78,10 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
     decoder = _text_from_hf(text, row, tie=tie)
 
     eos = _eos_token_ids(text, config, generation or {})
-    pads = [text.get(name, config.get(name)) for name in ("pad_token_id", "bos_token_id")]
-    tokens["pad_token_id"] = next((index for index in pads if index is not None), eos[0])
+    pad, bos = (text.get(name, config.get(name)) for name in ("pad_token_id", "bos_token_id"))
+    tokens["pad_token_id"] = next((index for index in (pad, bos) if index is not None), eos[0])
+    if bos not in (None, tokens["pad_token_id"]):
+        tokens["bos_token_id"] = bos
     for name, index in [*tokens.items(), *(("eos_token_id", index) for index in eos)]:
         # Image and vision ids may exceed the vocabulary here: `PromptBuilder` checks them.
         size = sys.maxsize if name in IMAGE_TOKENS else decoder.vocab_size
@@ -93,7 +95,7 @@ def to_hf(config: BackboneConfig) -> dict[str, Any]:
     text, eos = config.text, list(config.eos_token_ids)
     family = family_of(config.family)
     shared = {
-        "bos_token_id": config.pad_token_id,  # as in the releases
+        "bos_token_id": config.pad_token_id if config.bos_token_id is None else config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
         "pad_token_id": config.pad_token_id,
         "tie_word_embeddings": text.tie_embeddings,

@@ -302,6 +302,13 @@ def test_config_survives_its_own_file_and_transformers(name):
     assert config_json.from_hf(opened.to_dict()) == config
 
 
+def test_a_release_that_pads_with_a_token_of_its_own_keeps_its_first_token():
+    read = config_json.from_hf(llama_release() | {"pad_token_id": 128004})
+    written = config_json.to_hf(read)
+    assert (written["bos_token_id"], written["pad_token_id"]) == (128000, 128004)
+    assert config_json.from_hf(written) == read
+
+
 @pytest.mark.parametrize("name", RELEASES)
 def test_transformers_reads_the_release_as_we_do(name):
     opened = opened_by_transformers(copy.deepcopy(RELEASES[name]))
