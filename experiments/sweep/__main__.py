@@ -5,9 +5,9 @@ their seed. Finished runs are skipped: the same command resumes an interrupted s
 --seeds adds runs. Afterwards `workdir/<experiment>/` has `table.md` (mean ± 95% interval over the
 seeds), `table.csv` (each seed), `figure.png` and `figure.csv`.
 
---arms runs a subset of the arms. --columns and --panels replace the experiment's measures, also for
-finished runs: --columns=acc,held_out_area,acc:lead. Flags such as --config.rl.num_steps=50 are
-passed to every run.
+--arms runs a subset of the arms. --reference, --columns and --panels replace the experiment's arm
+of comparison and its measures, also for finished runs: --columns=acc,held_out_area,acc:lead. Flags
+such as --config.rl.num_steps=50 are passed to every run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the unfinished trials, writes table and figure; returns 1 if a run failed."""
     args, overrides = _parse(argv)
     workdir = command_line.folder_of(args.workdir)
-    chosen = {name: getattr(args, name) for name in ("arms", "columns", "panels")}
+    chosen = {name: getattr(args, name) for name in ("arms", "reference", "columns", "panels")}
     experiment = load_experiment(args.experiment, **chosen)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     trials = plan(experiment, workdir, base=args.base, seeds=seeds, overrides=overrides)
@@ -114,12 +114,13 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--workdir", default="runs/sweep", help="of runs, tables and figures")
     for name, text in (
         ("--arms", "some of the arms, separated by commas"),
+        ("--reference", "the arm that leads are over, in place of the experiment's REFERENCE"),
         ("--columns", "measures of the table, in place of the experiment's COLUMNS"),
         ("--panels", "panels of the figure, likewise; a measure is one too"),
     ):
         add(name, default=argparse.SUPPRESS, help=text)
     args, overrides = parser.parse_known_args(
-        argv, argparse.Namespace(arms="", columns="", panels="")
+        argv, argparse.Namespace(arms="", reference="", columns="", panels="")
     )
     for name, least in (("seeds", 1), ("processes", 1), ("first_seed", 0)):
         if getattr(args, name) < least:

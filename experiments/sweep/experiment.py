@@ -35,12 +35,12 @@ class Experiment:
 
 
 def load_experiment(
-    path: pathlib.Path, *, arms: str = "", columns: str = "", panels: str = ""
+    path: pathlib.Path, *, arms: str = "", reference: str = "", columns: str = "", panels: str = ""
 ) -> Experiment:
     """Reads an experiment's file.
 
-    `arms` selects arms by name, separated by commas; empty: all. `columns` and `panels`, likewise,
-    replace the file's.
+    `arms` selects arms by name, separated by commas; empty: all. `reference`, `columns` and
+    `panels` replace the file's.
 
     Raises:
         ValueError: the file is missing or lacks a declaration; a declaration or an argument has an
@@ -62,24 +62,30 @@ def load_experiment(
             f"{', '.join(missing) or 'a docstring'}"
         )
 
+    def unknown(what: str, known: Iterable[str], name: str) -> ValueError:
+        return ValueError(
+            f"{what} of {path} must be among {', '.join(known)}, got {name!r}; change it"
+        )
+
     def names(what: str, text: str, find: Callable, known: Iterable[str]) -> tuple[str, ...]:
         for name in text.split(","):
             try:
                 find(name)
             except KeyError:
-                raise ValueError(
-                    f"{what} of {path} must be among {', '.join(known)}, got {name!r}; change it"
-                ) from None
+                raise unknown(what, known, name) from None
         return tuple(text.split(","))
 
     find_arm = module.ARMS.__getitem__
     chosen = names("--arms", arms or ",".join(module.ARMS), find_arm, module.ARMS)
-    names("REFERENCE", module.REFERENCE, find_arm, module.ARMS)
+    if (reference or module.REFERENCE) not in module.ARMS:
+        raise unknown(
+            "--reference" if reference else "REFERENCE", module.ARMS, reference or module.REFERENCE
+        )
     return Experiment(
         path=path,
         title=module.__doc__.splitlines()[0],
         arms={arm: keys for arm, keys in module.ARMS.items() if arm in chosen},
-        reference=module.REFERENCE,
+        reference=reference or module.REFERENCE,
         columns=names(
             "--columns" if columns else "COLUMNS",
             columns or getattr(module, "COLUMNS", _COLUMNS),

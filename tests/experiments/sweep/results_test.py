@@ -306,6 +306,7 @@ def test_a_failed_run_ends_the_command_with_status_1_and_the_rest_is_tabulated(
         ("--config.stages=()", "--config.stages is set by the sweep"),
         ("--config.rl.num_steps=9", "--config.rl.num_steps is given twice; leave one of them out"),
         ("--arms=one,four", "--arms of .* must be among one, two, same, got 'four'"),
+        ("--reference=one,two", "--reference of .* must be among one, two, same, got 'one,two'"),
         ("--columns=acc,fun", "--columns of .* acc, .*<any of these>:lead.*, got 'fun'"),
         ("--panels=acc@2", "--panels of .* accuracy, .*, got 'acc@2'"),
         ("--base=huge", "'one@huge' names a base that is not in configs/: huge"),
@@ -336,3 +337,5 @@ def test_without_the_reference_there_are_no_leads(command, tmp_path):
     text = table.read_text()
     assert "lead over" not in text and "without runs of one there are no leads." in text
     assert "| two | 1 | 75.0 |" in text
+    command("--seeds=1", "--columns=acc,lead", "--arms=two,same", "--reference=two")
+    assert "lead over two" in table.read_text() and "--reference=two" in table.read_text()
