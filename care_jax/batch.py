@@ -50,7 +50,7 @@ class Example:
     rationale: str = ""  # the teacher's reasoning for the cold start; empty if there is none
     response: str = ""  # what the cold start imitates, tags included; empty if there is none
     context: str = ""  # text before `response`, without loss in the cold start
-    tolerance: float = 0.0  # relative error allowed between numbers; 0: the verifier's default
+    tolerance: float = 0.0  # relative error allowed between numbers; 0: exact
     units: str = ""  # "matter" if an answer without a unit differs from one with a unit; else empty
     min_pixels: int = 0  # least height x width of resized images; 0: the prompt builder's
     max_pixels: int = 0  # the largest, likewise

@@ -116,14 +116,21 @@ def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
     choices, texts = cleaned
 
     def option(text: str) -> int:
+        if choices.count(text) == 1:  # options may differ in case alone
+            return choices.index(text)
         if texts.count(notation.key(text)) == 1:
             return texts.index(notation.key(text))
+        if quantities.read_number(text):  # 5 A is in amperes
+            return -1
         letter = notation.choice_letter(text, len(choices))
         return _LETTERS.index(letter) if letter else -1
 
     gold_index, index = option(gold), option(prediction)
     if gold_index >= 0 and index >= 0:
         return _outcome(index == gold_index, "option")
+    if gold_index < 0 and len(letters := notation.choice_letters(gold, len(choices))) > 1:
+        same_letters = notation.choice_letters(prediction, len(choices)) == letters
+        return _outcome(same_letters, "set of options")
     if gold_index >= 0:
         if notation.key(choices[gold_index]) == _LETTERS[gold_index].lower():
             return "different: no option"  # options shown as pictures have no text to compare
@@ -133,7 +140,7 @@ def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
 
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Question:
     for _ in range(_MAX_UNITS):
-        if notation.key(prediction) == notation.key(gold):
+        if prediction == gold:
             return "equal: same text"
         if bool(_DOUBLED_SIGN.search(prediction)) != bool(_DOUBLED_SIGN.search(gold)):
             return "different: a doubled sign"
@@ -202,18 +209,18 @@ def _outcome(is_same: bool, what: str) -> str:
 
 def _compare_values(prediction: str, gold: str, limits: _Limits) -> bool | None:
     """Compares two parts of answers, such as items of lists; None if undecided."""
-    if notation.key(prediction) == notation.key(gold):
-        return True
     decided, _ = _compare_parts(prediction, gold, limits)
     return False if decided is None and not _are_mathematics(prediction, gold) else decided
 
 
 def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | None, str]:
-    """`_compare_values` for texts with different keys, and the kind of comparison."""
+    """`_compare_values`, and the kind of comparison."""
     texts = prediction, gold
     numbers = quantities.read_number(prediction), quantities.read_number(gold)
     if numbers[0] and numbers[1]:
         return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
+    if notation.key(prediction) == notation.key(gold):  # after numbers, as mW is not MW
+        return True, "text"
     if clocks := _certain(quantities.read_clock, *texts):
         return clocks[0].seconds == clocks[1].seconds, "time"
     if regions := _certain(relations.read_region, *texts):
@@ -237,11 +244,14 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
             one, other = (text.replace(",", ".") for text in texts)
             return _compare_values(one, other, limits), "number"
         return None if "\\pm" in prediction + gold else False, "number of values"
+    if (is_same := formulas.same_figure(prediction, gold)) is not None:
+        return is_same, "figure"
     (name, value), (gold_name, gold_value) = (
         ("", text) if items else notation.split_assignment(text)
         for text, items in zip(texts, lists, strict=True)
     )
-    if name and gold_name and notation.key(name) != notation.key(gold_name):
+    is_other = name and gold_name and notation.key(name) != notation.key(gold_name)
+    if is_other and not formulas.same_figure(name, gold_name):
         return False, "variable"
     # `x = value` is compared by its value; an equation on either side is left undecided.
     is_equation = ("=" in prediction and not name) or ("=" in gold and not gold_name)
@@ -279,7 +289,9 @@ def _compare_lists(
     prediction: tuple[str, list[str]], gold: tuple[str, list[str]], limits: _Limits
 ) -> bool | None:
     (brackets, items), (gold_brackets, gold_items) = prediction, gold
-    is_unordered = {brackets, gold_brackets} <= {"", "{}"}
+    # `x = 1, y = 2` has the order of its names for `1, 2`; between two such lists the names decide.
+    is_named, is_gold_named = (_names_differ(given) for given in (items, gold_items))
+    is_unordered = {brackets, gold_brackets} <= {"", "{}"} and is_named == is_gold_named
     if is_unordered:
         items, gold_items = (
             list({notation.key(item): item for item in given}.values())
@@ -297,6 +309,12 @@ def _compare_lists(
         return False
     pairs = zip(items, gold_items, strict=True)
     return _all(_compare_values(one, other, limits) for one, other in pairs)
+
+
+def _names_differ(items: list[str]) -> bool:
+    """Whether all items are assignments to different variables; `x_1` and `x_2` are two of one."""
+    names = (notation.variable(notation.split_assignment(item)[0]) for item in items)
+    return len(set(itertools.takewhile(bool, names))) == len(items)
 
 
 def _all(given: Iterable[bool | None]) -> bool | None:

@@ -60,7 +60,6 @@ class Verifier:
         timeout: seconds until a worker is killed and its answer gets acc 0; per group with a reward
             function.
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
-        tolerance, num_decimals: see `answers.is_equivalent`; an example may set its tolerance.
         reward: a reward function that replaces this verifier, or its name, "module:function";
             empty for none.
         weights: weight of each component in the reward.
@@ -77,15 +76,12 @@ class Verifier:
         timeout: float = 5.0,
         *,
         think_tag: str = "think",
-        tolerance: float = 0.0,
-        num_decimals: int | None = None,
         reward: str | RewardFunction = "",
         weights: Sequence[tuple[str, float]] = (("acc", 1.0),),
         success: float = 0.5,
         concurrency: int = 1,
     ):
         self.think_tag = think_tag
-        self._tolerance, self._num_decimals = tolerance, num_decimals
         self._weights, self._success, self._timeout = dict(weights), success, timeout
         self._pool = SymbolicPool(num_workers, timeout)
         self._judge = ThreadPoolExecutor(1, "verifier")  # one thread, so that the counts are exact
@@ -209,8 +205,7 @@ class Verifier:
             answer,
             gold,
             choices=example.choices,
-            tolerance=example.tolerance or self._tolerance,
-            num_decimals=self._num_decimals,
+            tolerance=example.tolerance,
             units_matter=example.units == "matter",
         )
 

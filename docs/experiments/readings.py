@@ -1,4 +1,4 @@
-"""What rationales state of the figure: `python docs/experiments/readings.py runs/sweep/repair [0:5]`.
+"""What rationales state of the figure: `docs/experiments/readings.py runs/sweep/repair [0:5]`.
 
 Over the rollouts of the last five of 100 steps, or of those given, of the kinds whose figure the
 teacher misreads, by arm and seed, as CSV: the share that states a reading, the share of these that

@@ -26,16 +26,20 @@ _WORDS = frozenset({
 })  # fmt: skip
 _WORD = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|[a-zA-Z]{2,}")
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-z](?![a-zA-Z])")
-_LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+_LETTER = re.compile(
+    r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])"
+    r"|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|omega)(?![a-z])"
+)
 _COEFFICIENT = re.compile(r"(?<=\d)[a-z]{3,4}(?![a-zA-Z])")
 _TWO_NUMBERS = re.compile(r"(?<!_)\d \d")
 _FIRST_CJK = "\u2e80"
+_FIGURE = re.compile(r"(?:(?:m ?(?=\\?angle))?\\?(angle|triangle|square) ?)?\{? ?([A-Z]{3,4}) ?\}?")
 
 _PLAIN_NAME = re.compile(
     rf"(?<![\\a-zA-Z])([a-zA-Z]{{0,2}}?)({'|'.join(_FUNCTIONS)})(?=[xyz]?(?![a-zA-Z]))"
 )
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")
-_ROOT_OF_BRACKET = re.compile(r"\\sqrt ?\(")
+_ROOT_OF_BRACKET = re.compile(r"(\\sqrt(?:\[\w\])?) ?\(")
 _POWER = re.compile(r"\^ ?(?:\(([^()]*)\)|(-?\d{2,}|-\w))")
 _BRACKETS_SIDE_BY_SIDE = re.compile(r"(?<=\)) ?(?=\()|(?<![\^_\d.])(\d+(?:\.\d+)?) ?(?=\()")
 _TRIGONOMETRIC = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)")
@@ -74,8 +78,22 @@ def is_mathematics(text: str, other: str) -> bool:
 
 
 def has_variable(text: str) -> bool:
-    """Whether the text has a single letter as a name."""
+    """Whether the text has a single letter, Latin or Greek, as a name."""
     return _LETTER.search(text) is not None
+
+
+def same_figure(one: str, other: str) -> bool | None:
+    """Whether two names by corners, such as `\\angle ABC`, name the same; None for other texts."""
+    name, other_name = _FIGURE.fullmatch(one), _FIGURE.fullmatch(other)
+    if not (name and other_name):
+        return None
+    (kind, corners), (other_kind, others) = name.groups(""), other_name.groups("")
+    if len(corners) != len(others) or (kind and other_kind and kind != other_kind):
+        return False
+    kind = kind or other_kind
+    if kind in ("triangle", "square"):  # they start at any corner
+        corners *= 2
+    return others in corners or (kind != "" and others[::-1] in corners)
 
 
 def as_latex(text: str) -> str:
@@ -99,7 +117,7 @@ def _brace_roots(text: str) -> str:
         end = notation.closing(text, match.end(), "(")
         if end < 0:
             break
-        text = f"{text[: match.start()]}\\sqrt{{{text[match.end() : end]}}}{text[end + 1 :]}"
+        text = f"{text[: match.end(1)]}{{{text[match.end() : end]}}}{text[end + 1 :]}"
     return text
 
 

@@ -25,11 +25,14 @@ _SYMBOLS = {
     "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∞": "\\infty ", "∪": "\\cup ",
     "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°": "^\\circ ", "∠": "\\angle ",
     "θ": "\\theta ", "。": ". ", "，": ", ", "：": ":", "；": "; ", "⩽": "\\le ", "⩾": "\\ge ",
+    "⋅": "\\cdot ", "º": "^\\circ ", "˚": "^\\circ ", "△": "\\triangle ", "√": "\\sqrt",
+    "∛": "\\sqrt[3]", "∜": "\\sqrt[4]",
 }  # fmt: skip
-_POWERS = {c: f"^{{{d}}}" for c, d in zip("⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "0123456789n", strict=True)}
-_TRANSLATION = {ord(key): value for key, value in (_SYMBOLS | _POWERS).items()}
+_TRANSLATION = {ord(key): value for key, value in _SYMBOLS.items()}
 
-_ROOT_SIGN = re.compile(r"√ ?(\d+|\w)")
+_SUPERSCRIPTS = re.compile("[\u2070-\u207f¹²³\u02b0-\u02b8\u02e1-\u02e3\u1d2c-\u1d61]+")
+_SUBSCRIPTS = re.compile("[\u2080-\u209c\u1d62-\u1d6aⱼ]+")
+_ROOT_SIGN = re.compile(r"([√∛∜]) ?(\d+(?:\.\d+)?|\w)")
 _TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox)"
 _FONT_NAMES = r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath|operatorname)"
 _TEXT = re.compile(rf"({_TEXT_NAMES}|{_FONT_NAMES})\*? ?\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
@@ -44,6 +47,7 @@ _NUMERAL_AFTER = re.compile(
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
 _BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
+_INDEX = re.compile(r"(?<=[a-z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
 _PREFIX = re.compile(
     r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: :)? | ?:(?: :)? ?))?",
     re.IGNORECASE,
@@ -88,7 +92,10 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\{,\}|, ?\\! ?", ","),
     (r"\\!", ""),
     (r"!=", r"\\ne "),
-    (r"(?<!\\)\\[()\[\]]|\\?\$|^\*\*|\*\*$", ""),  # delimiters of mathematics
+    (r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?(?!\d)", r"\1"),  # delimiters of mathematics
+    (r"(?<!\\)\\[()\[\]]|^\*\*|\*\*$", ""),
+    (r"\\\$ ?(?=\.?\d)", "$"),  # a price keeps its dollar sign
+    (r"\\?\$(?!\.?\d)", ""),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
     (_TEXT.pattern, _unwrap_text),
@@ -107,6 +114,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"\\frac ?(\d|\{[^{}]*\}) ?(\d|\{[^{}]*\})", _brace_fraction),
     (r"\\sqrt ?(\d)", r"\\sqrt{\1}"),
+    (r"_\{(\w)\}(?!\w)", r"_\1"),
     (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])", " degrees "),
     (r"\\?%|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])", "%"),
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
@@ -130,16 +138,24 @@ def clean(text: str) -> str:
     if len(text) > MAX_CHARS:
         return _truncated(text)
     text = _formula_of_sentence(_PREFIX.sub("", text, count=1))
-    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(_TRANSLATION)
-    # A vulgar fraction after a digit is a mixed number: 5½ is "5 1/2", not "51/2".
-    text = "".join(f" {c}" if unicodedata.numeric(c, 0) % 1 else c for c in text)
-    text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
-    text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
+    if not (text.isascii() and text.isprintable()):
+        text = _rewrite_unicode(text)
     if len(text) > MAX_CHARS:
         return _truncated(text)
     for pattern, replacement in _REWRITTEN:
         text = re.sub(pattern, replacement, text)
     return _undecorated(" ".join(text.split()))
+
+
+def _rewrite_unicode(text: str) -> str:
+    """The text with signs, scripts, roots and fractions in LaTeX, and no control characters."""
+    text = _SUBSCRIPTS.sub(r"_{\g<0>}", _SUPERSCRIPTS.sub(r"^{\g<0>}", text))
+    text = _ROOT_SIGN.sub(r"\1{\2}", text).translate(_TRANSLATION)
+    # A vulgar fraction after a digit is a mixed number: 5½ is "5 1/2", not "51/2".
+    text = "".join(f" {c}" if unicodedata.numeric(c, 0) % 1 else c for c in text)
+    # NFKC makes signs, such as the degree in ℃ and the minus in a superscript.
+    text = unicodedata.normalize("NFKC", text).replace("⁄", "/").translate(_TRANSLATION)
+    return "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
 
 
 def _truncated(text: str) -> str:
@@ -206,9 +222,10 @@ def closing(text: str, start: int, opening: str = "{") -> int:
 
 
 def key(text: str) -> str:
-    """Comparison key: without case, spaces, outer quotes, or brackets around one character."""
+    """Comparison key: no case, spaces, dollar signs, outer quotes, brackets around a character."""
     # A space between two digits is kept: it separates two numbers.
-    text = _LOOSE_SPACE.sub("", text.casefold()).strip("\"'“”`*")
+    text = _LOOSE_SPACE.sub("", text.casefold().replace("$", "")).strip("\"'“”`*")
+    text = _INDEX.sub(r"\1\2", text) if "_" in text else text  # x_1 is x1, and CO_2 is CO2
     if len(text) == 3 and text[0] in "([" and text[2] in ")]":
         return text[1]
     return text[0] if len(text) == 2 and text[0].isalnum() and text[1] == ")" else text
@@ -241,6 +258,11 @@ def split_assignment(text: str) -> tuple[str, str]:
     if has_relation(text) or len(parts) == 1:
         return "", parts[0] if len(parts) == 1 else text
     return (parts[0], parts[-1]) if _is_name(name) else ("", text)
+
+
+def variable(name: str) -> str:
+    """The key of a name without its indices."""
+    return key(_SUBSCRIPT.sub("", name))
 
 
 def _is_name(text: str) -> bool:
@@ -286,13 +308,15 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
     return (brackets, items) if is_list and len(items) <= _MAX_ITEMS else None
 
 
-_LETTER = re.compile(r"[(\[]?([A-Z])[)\]]?[.:)]?")
-_LABELLED = re.compile(r"[(\[]?([A-Z])(?:[)\]][.:]?|[.:)])(?= ?\S)")
+_LETTER = re.compile(r"(?:OPTION |CHOICE )?[(\[]?([A-Z])[)\]]?[.:)]?")
+_LABELLED = re.compile(r"[(\[]?([A-Z]|[a-z](?=\W+ ))(?:[)\]][.:]?|[.:)])(?= ?\S)")
 # An A or I before a lower-case word, except a few such as "is", is an article or a pronoun.
 _STANDALONE = re.compile(
     r"(?<![a-zA-Z\\'_])([B-HJ-Z]|[AI](?! (?!(?:and|or|is|because)\b)[a-z]))(?![a-zA-Z'_])"
 )
+_STANDALONE_IN_ANY_CASE = re.compile(_STANDALONE.pattern, re.IGNORECASE)
 _CLAUSE = re.compile(r"[.,;:。\n]")
+_BETWEEN_LETTERS = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])|[ ,;&.()\[\]]")
 _NEGATION = re.compile(r"(?<![a-zA-Z])(?:not|non|no|isn't|can't|cannot)(?![a-zA-Z])|n't|不是")
 
 
@@ -305,12 +329,21 @@ def choice_letter(text: str, num_choices: int) -> str:
     allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
     if match := _LETTER.fullmatch(text.upper()):
         return match.group(1) if match.group(1) in allowed else ""
-    if (match := _LABELLED.match(text)) and match.group(1) in allowed:
-        rest = text[match.end() :]
-        if not any(letter in allowed for letter in _STANDALONE.findall(_affirmed(rest))):
-            return match.group(1)
+    if (match := _LABELLED.match(text)) and match.group(1).upper() in allowed:
+        standalone = _STANDALONE if match.group(1).isupper() else _STANDALONE_IN_ANY_CASE
+        others = standalone.findall(_affirmed(text[match.end() :]))
+        if not any(letter.upper() in allowed for letter in others):
+            return match.group(1).upper()
     found = {letter for letter in _STANDALONE.findall(_affirmed(text)) if letter in allowed}
     return found.pop() if len(found) == 1 else ""
+
+
+def choice_letters(text: str, num_choices: int) -> frozenset[str]:
+    """The option letters of a text such as `AC` or `A, C and D`; empty for any other text."""
+    letters = _BETWEEN_LETTERS.sub("", text).upper()
+    allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
+    is_choice = len(set(letters)) == len(letters) and all(letter in allowed for letter in letters)
+    return frozenset(letters if is_choice else "")
 
 
 def _affirmed(text: str) -> str:

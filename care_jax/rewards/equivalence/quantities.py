@@ -22,8 +22,13 @@ _SLASH = re.compile(rf" ?/ ?({_DECIMAL})(?![a-zA-Z])")
 _MIXED = re.compile(r"(\d+) (\d+)/(\d+)")
 _LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_PARTS = {"ten": 10, "hundred": 100, **_SCALES}  # tenths, hundredths, ...
-_SCALE = re.compile(rf"(?:({'|'.join(_SCALES)})s?|({'|'.join(_PARTS)})ths?)(?![a-zA-Z])\s*")
+_PARTS = {  # without the plural s
+    "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6,
+    "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "eleventh": 11, "twelfth": 12,
+    "sixteenth": 16, "twentieth": 20, "hundredth": 100,
+    **{f"{scale}th": size for scale, size in _SCALES.items()},
+}  # fmt: skip
+_SCALE = re.compile(rf"(?:({'|'.join(_SCALES)})|({'|'.join(_PARTS)}))s?(?![a-zA-Z])\s*")
 _UNITS = {
     "degrees": "degrees degree deg", "cm": "cm centimeter centimeters centimetre centimetres",
     "m": "m meter meters metre metres", "mm": "mm millimeter millimeters",
@@ -33,11 +38,26 @@ _UNITS = {
     "lb": "lb lbs pound pounds",
     "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours",
     "day": "day days", "week": "week weeks",
-    "l": "L l liter liters litre litres", "ml": "mL ml", "$": "dollar dollars USD",
+    "l": "L l liter liters litre litres", "ml": "mL ml", "oz": "oz ounce ounces",
     "": "unit units",
-    "square": "square sq", "cubic": "cubic", "per": "per", "mi per h": "mph", "cents": "cent cents",
+    "square": "square sq", "cubic": "cubic", "per": "per", "mi per h": "mph",
+    "$": "$ US$ USD dollar dollars", "cents": "¢ cent cents", "€": "€ EUR euro euros",
+    "£": "£ GBP", "¥": "¥ CNY RMB", "Rs": "₹ Rs Rs. INR rupee rupees",
+    "C": "C celsius", "F": "F fahrenheit", "K": "K kelvin kelvins",
+    "KB": "KB", "MB": "MB", "GB": "GB", "TB": "TB",
 }  # fmt: skip
+# Units with prefixes, such as kW, and their names without one.
+_PREFIXES = {"m": 1, "": 10**3, "k": 10**6, "M": 10**9, "G": 10**12}
+_PREFIXED = {
+    "N": "newton newtons", "J": "joule joules", "W": "watt watts", "V": "volt volts",
+    "A": "amp amps ampere amperes", "Ω": "ohm ohms", "Hz": "hertz", "Pa": "pascal pascals",
+    "eV": "",
+}  # fmt: skip
+_UNITS |= {f"{prefix}{unit}": f"{prefix}{unit}" for unit in _PREFIXED for prefix in _PREFIXES}
+_UNITS |= {unit: f"{unit} {names}" for unit, names in _PREFIXED.items()}
 _UNIT_NAMES = {alias: name for name, aliases in _UNITS.items() for alias in aliases.split()}
+_LOWER_UNIT_NAMES = {alias.lower(): name for alias, name in _UNIT_NAMES.items()}
+_CURRENCIES = ("$", "€", "£", "¥", "Rs")
 # The size of each unit, in the smallest unit of its group.
 _SIZES_OF_UNITS = (
     {"mm": 1, "cm": 10, "m": 1000, "km": 10**6},
@@ -45,8 +65,13 @@ _SIZES_OF_UNITS = (
     {"mg": 1, "g": 1000, "kg": 10**6},
     {"s": 1, "min": 60, "h": 3600, "day": 86400, "week": 604800},
     {"ml": 1, "l": 1000},
+    *({f"{prefix}{unit}": size for prefix, size in _PREFIXES.items()} for unit in _PREFIXED),
     {"cents": 1, "$": 100},
-)
+    {"cents": 1, "€": 100},
+    # A name or sign that stands for several units.
+    {"£": 1, "lb": 1}, {"¥": 1, "yen": 1}, {"¥": 1, "yuan": 1},
+    {"degrees": 1, "C": 1}, {"degrees": 1, "F": 1},
+)  # fmt: skip
 # Other units of three or four letters; any other such word directly after a number is a product.
 _SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "kwh", "cal", "rad", "psi",
                 "rpm", "bpm", "fps", "kph", "bit", "bits", "byte", "yuan", "euro", "yen", "rmb",
@@ -55,13 +80,27 @@ _SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "kwh", "cal
 _NOT_UNITS = frozenset({
     "and", "or", "not", "no", "nor", "to", "plus", "minus", "times", "over", "by", "of", "point",
     "pi", "than", "between", "hundred", "thousand", "million", "billion", "trillion", "dozen",
-    "half", "halves", "third", "thirds", "quarter", "quarters", "tenth", "tenths", "is", "are",
-    "was", "but", "if", "maybe", "approximately", "about", "then", "else",
+    "half", "halves", "third", "thirds", "quarter", "quarters", "is", "are", "was", "but", "if",
+    "maybe", "approximately", "about", "then", "else", "lakh", "lakhs", "crore", "crores",
+    "squared", "cubed", "factorial", "doubled", "tripled", "negative", "mod", "modulo", "root",
+    "choose", "divided",
 })  # fmt: skip
-_VAGUE = re.compile(rf".*ish|(?:hundred|dozen|{'|'.join(_SCALES)}).*")  # 4 thousandish
-_PRODUCT = re.compile(r"(?!(?:" + "|".join((*_UNIT_NAMES, *_SHORT_UNITS)) + r")$)[a-z]{3,4}")
-_UNIT_WORD = re.compile(r"([^\W\d_]+)(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$")
-_CURRENCY = re.compile(r"(?:[€£¥ ]|(?:USD|EUR|GBP|CNY|Rs\.?|US) ?(?=[\d.]))*")
+# Number words: 7 quadrillion, 3 tens, 4 thousandish.
+_VAGUE = re.compile(
+    rf".*ish|.*illions?|(?:hundred|dozen|{'|'.join(_SCALES)}).*|fort(?:y|ies|ieths?)|(?:one|two|"
+    r"three|thir|four|five|fif|six|seven|eight?|nine?|ten|eleven|twelve|twelf|twen)"
+    r"(?:s|ths?|teen(?:s|ths?)?|t(?:y|ies|ieths?))?"
+)
+# Directly after a number, three or four letters and capitals are a product of variables.
+_ATTACHED = {*_SHORT_UNITS, *(alias for alias, name in _UNIT_NAMES.items()
+                              if name != alias or not alias.isupper())}  # fmt: skip
+_PRODUCT = re.compile(
+    rf"(?!(?:{'|'.join(map(re.escape, _ATTACHED))})$)(?:[a-z]{{3,4}}|[A-Z]{{1,4}})"
+)
+_UNIT_NOTATION = ((" ^", "^"), ("/", " per "), (".", " "), ("\\cdot", " "), ("\\Omega", "Ω"),
+                  ("\\mu ", "μ"), (" squared", "^2"), (" cubed", "^3"))  # fmt: skip
+_UNIT_WORD = re.compile(r"([^\W\d_]+|[$€£¥₹¢])(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$")
+_CURRENCY = re.compile(r"(?: |((?:US)?\$|[€£¥₹]|(?:USD|EUR|GBP|CNY|INR|Rs\.?)(?= ?[$\d.])))*")
 
 
 class Number(NamedTuple):
@@ -70,7 +109,7 @@ class Number(NamedTuple):
     Attributes:
         value: the exact value; "million", "tenths" and the like are applied, a percent sign is not.
         is_percent: followed by a percent sign.
-        unit: canonical name of the unit that follows; empty without one.
+        unit: canonical name of the currency before it and of the unit after it; empty for none.
         is_decimal: written with a decimal point.
     """
 
@@ -89,7 +128,10 @@ def read_number(text: str) -> Number | None:
             text = text[1:-1].strip()
     is_negative = text.startswith("-")
     body = text[1:] if text[:1] in ("-", "+") else text
-    body = _CURRENCY.sub("", body, count=1)  # may match the empty string
+    sign = _CURRENCY.match(body)
+    assert sign  # it may be empty
+    currency = _UNIT_NAMES.get(sign.group(1), "")
+    body = body[sign.end() :]
     read = _read_magnitude(body)
     if read is None:
         return None
@@ -102,9 +144,10 @@ def read_number(text: str) -> Number | None:
             tail = tail[scale.end() :]
     is_percent = tail.startswith("%")
     unit = _read_unit(tail[is_percent:].strip())
-    # In 4xyz and 4abc the word after the number is a product of variables.
-    if unit is None or (unit == tail and tail == body[end:] and _PRODUCT.fullmatch(unit)):
+    if unit is None or (tail == body[end:] and _PRODUCT.fullmatch(tail)):
         return None
+    if currency and unit != currency:
+        unit = f"{currency} {unit}".strip()
     return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
 
 
@@ -142,23 +185,30 @@ def _fraction(digits: str) -> Fraction | None:
 
 def _read_unit(text: str) -> str | None:
     """Canonical name of a unit, "" for no unit; None if the text is not a unit."""
-    if text in ("€", "£", "¥", ""):
-        return ""
+    if text.startswith("\\cdot"):  # a product
+        return None
+    for written, plain in _UNIT_NOTATION:
+        text = text.replace(written, plain)
     names = []
-    for word in text.replace(" ^", "^").replace("/", " per ").replace(".", " ").split()[:8]:
+    for word in text.split()[:8]:
         match = _UNIT_WORD.fullmatch(word)
         if match is None:
             return None
         lower = match.group(1).lower()
         if lower in _NOT_UNITS or _VAGUE.fullmatch(lower):
             return None
-        name = _UNIT_NAMES.get(match.group(1), lower)
-        # One or two letters are a variable, unless they are a known unit.
-        if match.group(1) not in _UNIT_NAMES and len(name) < 3 and name.isascii():
-            return None
+        name = _UNIT_NAMES.get(match.group(1))
+        if name is None:
+            # One or two letters are a variable, unless they are a known unit.
+            if len(lower) < 3 and lower.isascii():
+                return None
+            name = _LOWER_UNIT_NAMES.get(lower, lower)
         power = match.group(2) or match.group(3)
+        if power and name != name.lower():  # in mV^2 the V is a variable
+            return None
         names.append({"2": "square ", "3": "cubic ", None: ""}[power] + name)
-    return " ".join(names) if len(names) <= 5 else None
+    unit = " ".join(names).replace("degrees C", "C").replace("degrees F", "F")
+    return unit if len(names) <= 5 else None
 
 
 def is_close(
@@ -203,6 +253,9 @@ def is_close(
 
 def _conversion(unit: str, other: str) -> Fraction | None:
     """Factor from `unit` to `other`; None if they measure different quantities."""
+    short, long = sorted((unit, other), key=len)
+    if short in _CURRENCIES and long.startswith(f"{short} ") and long[len(short) :].islower():
+        return Fraction(1)  # $60 per month for $60, but not $5 K for $5
     for prefix, power in (("square ", 2), ("cubic ", 3), ("", 1)):
         if unit.startswith(prefix) and other.startswith(prefix):
             unit, other = unit.removeprefix(prefix), other.removeprefix(prefix)
@@ -221,7 +274,8 @@ def split_unit(text: str) -> tuple[str, str]:
     match = _UNIT_AT_END.search(text)
     if match is None or (match.group().strip() in _DEGREES and _ANGLE.search(text)):
         return text, ""
-    return text[: match.start()].strip(), _read_unit(match.group().strip()) or ""
+    unit = _read_unit(match.group().strip())
+    return (text, "") if unit is None else (text[: match.start()].strip(), unit)
 
 
 _DEGREES = _UNITS["degrees"].split()
@@ -268,6 +322,6 @@ _ALIASES = sorted((alias for alias in _UNIT_NAMES if alias not in ("per", "squar
 _UNIT_AT_END = re.compile(
     r"(?<=[\w})\])] )(?:square |cubic |sq )?(?:" + "|".join(map(re.escape, _ALIASES)) + r")"
     r"(?: ?\^ ?\{? ?[23] ?\}?)?$|(?<=[\d})\]])(?:"
-    + "|".join(re.escape(alias) for alias in _ALIASES if len(alias) > 1)
+    + "|".join(re.escape(alias) for alias in _ALIASES if len(alias) > 1 and not alias.isupper())
     + r")(?: ?\^ ?\{? ?[23] ?\}?)?$"
 )

@@ -44,6 +44,72 @@ EQUAL = [
     ("0.5 m", "50 cm"),
     ("USD 1,234", "$1,234"),
     ("\\varnothing", "\\emptyset"),
+    # names by corners
+    ("\\angle CBA", "∠ABC"),
+    ("ABC", "\\angle ABC"),
+    ("m\\angle CBA = 50^\\circ", "\\angle ABC = 50"),
+    ("△BCA", "\\triangle ABC"),
+    ("triangle CBA, triangle DEF", "\\triangle EFD, \\triangle ABC"),
+    ("\\square DCBA", "\\square ABCD"),
+    # scripts, roots and degrees in Unicode
+    ("3 × 10⁻³", "0.003"),
+    ("6.02·10²³", "6.02e23"),
+    ("x⁻¹", "x^{-1}"),
+    ("aₙ₊₁", "a_{n+1}"),
+    ("x₁ = 1, x₂ = 2", "x_1 = 1, x_{2} = 2"),
+    ("H₂SO₄", "H2SO4"),
+    ("CO₂", "CO_2"),
+    ("101₂", "101_2"),
+    ("√3.5", "\\sqrt{3.5}"),
+    ("25℃", "25°C"),
+    ("30º", "30°"),
+    # named values
+    ("1, 2", "x=1, y=2"),
+    ("1, 1", "x=1, y=1"),
+    ("y=2, x=1", "x=1, y=2"),
+    ("2, 1", "x=1, x=2"),
+    ("2, 1", "x=1, 2"),
+    ("2, 1", "x_1=1, x_2=2"),
+    # units
+    ("25°C", "25"),
+    ("77^{\\circ}\\text{F}", "77"),
+    ("25 degrees Celsius", "25°C"),
+    ("25 C", "25 °C"),
+    ("25°", "25°C"),
+    ("5 N", "5"),
+    ("5 \\text{V}", "5"),
+    ("5 K", "5 kelvin"),
+    ("5 kW", "5000 W"),
+    ("5 KW", "5 kW"),
+    ("5 mpa", "5 MPa"),
+    ("5 Meters", "5 m"),
+    ("5 meters squared", "5 m^2"),
+    ("5 GB", "5"),
+    ("5 N·m", "5 N m"),
+    ("5 kg·m/s²", "5"),
+    ("1.5 k\\Omega", "1500 ohms"),
+    ("12\\pi N", "12\\pi"),
+    # prices
+    ("500 cents", "$5"),
+    ("$60 per month", "$60"),
+    ("50¢", "$0.50"),
+    ("5 dollars", "\\$5"),
+    ("US$5", "$5 USD"),
+    ("-\\$5", "-5"),
+    ("$\\$5$", "5"),
+    ("$5 million", "5,000,000"),
+    ("$5, $10", "5, 10"),
+    ("$10 and $5", "$5$, $10$"),
+    ("5 euros", "€5"),
+    ("5 pounds", "£5"),
+    ("5$", "5"),
+    ("\\$20 to \\$30", "20 to 30"),
+    ("\\$5\\sqrt{2}", "5\\sqrt{2}"),
+    # fractions in words
+    ("3 eighths", "3/8"),
+    ("1 half", "0.5"),
+    ("5 quarters", "1.25"),
+    ("2 thirds", "2/3"),
 ]
 DIFFERENT = [
     ("", "7"),
@@ -71,6 +137,75 @@ DIFFERENT = [
     ("2.3", "2,3"),
     ("12\\pi cm", "12\\pi m"),
     ("计划的比例为13/28 吗", "13/28"),
+    # names by corners
+    ("\\angle BAC", "\\angle ABC"),
+    ("\\angle ABC", "\\triangle ABC"),
+    ("\\angle BAC = 50", "\\angle ABC = 50"),
+    ("BCA", "ABC"),
+    ("CBA", "ABC"),
+    ("ABCD", "ACBD"),
+    ("\\square ACBD", "\\square ABCD"),
+    ("ABC, DEF", "DEF, BAC"),
+    ("XII", "IXI"),
+    ("DOG", "GOD"),
+    ("not ABC", "ABC"),
+    # named values
+    ("2,1", "x=1,y=2"),
+    ("3, 1, 2", "a=1,b=2,c=3"),
+    ("y=2, x=1", "1, 2"),
+    ("{2, 1}", "x=1, y=2"),
+    ("4, 5", "CD=4, AB=4"),
+    ("x=2, y=1", "x=1, y=2"),
+    # units
+    ("25℃", "25°F"),
+    ("25 K", "25°C"),
+    ("5 N", "5 W"),
+    ("5 N", "5 N·m"),
+    ("5 mW", "5 MW"),
+    ("5 mPa", "5 MPa"),
+    ("5 W, 1", "5 mW, 1"),
+    ("12\\pi N", "12\\pi J"),
+    # prices
+    ("5 cents", "$5"),
+    ("€5", "$5"),
+    ("5 km", "$5"),
+    ("5 kg", "\\$5"),
+    ("$5 K", "$5"),
+    ("$60 per month", "$60 per year"),
+    ("5 yen", "5 yuan"),
+    # number words
+    ("3 eighths", "3"),
+    ("3 thirteenths", "3"),
+    ("3 tens", "3"),
+    ("3 squared", "3"),
+    ("5 factorial", "5"),
+    ("7 quadrillion", "7"),
+    ("7 lakh", "7"),
+]
+# Left to computer algebra.
+ASKED_EQUAL = [
+    ("2AB", "2BA"),
+    ("3ABC", "3CBA"),
+    ("AB", "BA"),
+    ("ABC + 1", "1 + CAB"),
+    ("10⁻³", "0.001"),
+    ("2¹⁰", "1024"),
+    ("√(x+1)", "\\sqrt{x+1}"),
+    ("√(3)/2", "\\frac{\\sqrt3}{2}"),
+    ("∛(27)", "3"),
+    ("∜16", "2"),
+    ("log₂8", "3"),
+    ("\\$100(1.05)^2", "110.25"),
+]
+ASKED_DIFFERENT = [
+    ("3ABC", "3"),
+    ("2GB", "2"),
+    ("5N", "5"),
+    ("5 \\cdot N", "5"),
+    ("\\frac{1}{2}mV^2", "1/2"),
+    ("\\rho V", "\\rho"),
+    ("101₂", "1012"),
+    ("√x+1", "\\sqrt{x+1}"),
 ]
 
 
@@ -89,6 +224,18 @@ def test_notations_of_one_answer_are_equal_at_sight(prediction, gold):
 @pytest.mark.parametrize(("prediction", "gold"), DIFFERENT)
 def test_wrong_hedged_and_multiple_answers_are_different_at_sight(prediction, gold):
     assert compare(prediction, gold) == "different"
+
+
+@pytest.mark.parametrize(("prediction", "gold"), ASKED_EQUAL)
+def test_formulas_in_other_notations_are_equal_by_computer_algebra(prediction, gold):
+    assert isinstance(compare(prediction, gold), Question)
+    assert is_equivalent(prediction, gold)
+
+
+@pytest.mark.parametrize(("prediction", "gold"), ASKED_DIFFERENT)
+def test_factors_are_no_units_and_scripts_are_no_digits(prediction, gold):
+    assert isinstance(compare(prediction, gold), Question)
+    assert not is_equivalent(prediction, gold)
 
 
 NUMBERS = st.one_of(
@@ -195,6 +342,60 @@ def test_a_choice_is_named_by_letter_or_by_content():
         assert compare(prediction, "B", choices=choices) != "equal", prediction
 
 
+@pytest.mark.parametrize(
+    ("prediction", "gold", "is_same"),
+    [
+        ("b) 45", "B", True),
+        ("(b) 45", "B", True),
+        ("b. 45", "B", True),
+        ("b: 45", "B", True),
+        ("Option b", "B", True),
+        ("choice (b)", "B", True),
+        ("c) 60", "B", False),
+        ("a) 30 or b) 45", "B", False),
+        ("b) 45 or c", "B", False),
+        ("option b or option c", "B", False),
+        ("5 A", "A", False),  # amperes
+        # several options
+        ("CA", "AC", True),
+        ("C, A", "AC", True),
+        ("(A), (C)", "AC", True),
+        ("A, C and D", "DAC", True),
+        ("a, c", "A and C", True),
+        ("ACD", "AC", False),
+        ("A", "AC", False),
+        ("AB", "AC", False),
+        ("A or C", "AC", False),
+        ("not A, C", "AC", False),
+        ("AC", "A", False),
+    ],
+)
+def test_options_are_named_by_small_letters_and_several_in_any_order(prediction, gold, is_same):
+    assert is_equivalent(prediction, gold, choices=("30", "45", "60", "90")) == is_same
+
+
+def test_a_figure_is_an_option_by_its_corners():
+    angles = ("\\angle ABC", "\\angle ACD")
+    assert compare("\\angle CBA", "A", choices=angles) == "equal"
+    assert compare("\\angle BAC", "A", choices=angles) == "different"
+
+
+def test_options_that_differ_in_case_alone_are_told_apart():
+    genotypes = ("AA", "Aa", "aa")
+    for index, text in enumerate(genotypes):
+        for gold in genotypes:
+            expected = "equal" if text == gold else "different"
+            assert compare(text, gold, choices=genotypes) == expected
+            assert compare("ABC"[index], gold, choices=genotypes) == expected
+
+
+def test_a_price_has_a_unit_where_units_matter():
+    for number, price in (("5", "$5"), ("5", "\\$5"), ("5", "€5"), ("5", "5 N")):
+        assert compare(number, price) == compare(price, price, units_matter=True) == "equal"
+        assert compare(number, price, units_matter=True) == "different"
+    assert compare("$5$", "5", units_matter=True) == "equal"
+
+
 def test_only_undecided_mathematics_becomes_a_question():
     assert isinstance(compare("\\frac{x}{2}", "0.5x"), Question)
     assert isinstance(compare("\\sqrt{75}", "5\\sqrt{3}"), Question)
@@ -242,7 +443,8 @@ def test_symbolic_comparison_is_reached_through_is_equivalent():
     [" " * 200_000, "\\boxed{" * 50_000, "1,111" * 40_000, "$" * 100_001, "a b " * 50_000,
      "answer is " * 20_000, "\\text{" * 50_000, "(" * 100_000, "1 000 " * 30_000,
      "x+y " + "cm " * 600, "x+y" + " ㎝" * 900, "°" * 1900, "\ufdfa" * 1900, "√1" * 900,
-     "1/3 " + "trillion " * 200],
+     "1/3 " + "trillion " * 200, "$5 " * 600, "\\$" * 900, "$ " * 900, "x²₁" * 600, "A, " * 600,
+     "b) " * 600, "US$" * 600 + "5", "5 " + "N\\cdot " * 200],
 )  # fmt: skip
 def test_reading_is_linear_in_the_length_of_the_text(text):
     start = time.process_time()

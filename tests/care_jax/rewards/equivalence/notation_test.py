@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from care_jax.rewards.equivalence.notation import (
     MAX_CHARS,
     choice_letter,
+    choice_letters,
     clean,
     closing,
     final_answer,
@@ -34,9 +35,25 @@ quickly = settings(deadline=None, derandomize=True, max_examples=100)
         ("−5", "-5"),
         ("2√10", "2\\sqrt{10}"),
         ("x²", "x^{2}"),
+        ("10⁻³", "10^{-3}"),
+        ("x₁²", "x_1^{2}"),
+        ("aₙ₊₁", "a_{n+1}"),
+        ("log₂8", "log_{2}8"),
+        ("√(x+1)", "\\sqrt(x+1)"),
+        ("√3.5", "\\sqrt{3.5}"),
+        ("∛8", "\\sqrt[3]{8}"),
+        ("25℃", "25 degrees C"),
+        ("△ABC", "\\triangle ABC"),
         ("3pi", "3\\pi"),
         ("pint", "pint"),
         ("1{,}000", "1,000"),
+        ("$5$ and $6$", "5 and 6"),
+        ("$$5$$", "5"),
+        ("\\$ 5", "$5"),
+        ("$\\$5$", "$5"),
+        ("$5 and $10", "$5 and $10"),
+        ("$x + 1", "x + 1"),
+        ("5\\$", "5"),
         ("17°", "17 degrees"),
         ("17^{\\circ}", "17 degrees"),
         ("50\\%", "50%"),
@@ -110,6 +127,9 @@ def test_keys_forget_case_quotes_and_spaces_but_those_between_numbers():
     assert key("(ab)") == "(ab)"
     assert key("x + 1") == key("x+1")
     assert key("1 2") != key("12")
+    assert key("x_1") == key("x_{1}") == key("x1") and key("CO_2") == key("CO2")
+    assert key("x_{12}") == key("x12") != key("x_12")
+    assert key("101_2") != key("1012") and key("log_2x") != key("log2x")
 
 
 ITEMS = st.sampled_from(
@@ -173,12 +193,37 @@ def test_relations_are_all_but_equality():
 
 
 @pytest.mark.parametrize(
-    "form", ["{}", "({})", "[{}]", "{}.", "{}: 45", "({}) 45", "The answer is {}.", "so {}, not F"]
-)
+    "form",
+    ["{}", "({})", "[{}]", "{}.", "{}: 45", "({}) 45", "The answer is {}.", "so {}, not F",
+     "Option {}", "choice ({})."],
+)  # fmt: skip
 def test_a_choice_is_the_one_letter_that_is_named(form):
     for letter in string.ascii_uppercase[:5]:
         assert choice_letter(form.format(letter), 5) == letter
         assert choice_letter(form.format(letter), ord(letter) - ord("A")) == ""
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["{}", "({})", "{}) 45", "({}) 45", "{}. 45 cm", "{}: 45", "Option {}", "{}) a cat, not f"],
+)
+def test_a_small_letter_chooses_alone_or_as_a_label(form):
+    for letter in string.ascii_lowercase[:5]:
+        assert choice_letter(form.format(letter), 5) == letter.upper()
+        assert choice_letter(form.format(letter), ord(letter) - ord("a")) == ""
+
+
+def test_small_letters_in_text_and_formulas_choose_nothing():
+    for text in ("a cat", "e.g. 45", "(a)(x + 1)", "a) 30 or b) 45", "a) 30 or b", "a, b"):
+        assert choice_letter(text, 5) == "", text
+
+
+def test_several_letters_are_a_set():
+    for text in ("ACD", "dca", "A, C and D", "(A)(C)(D)", "A; C; D", "A & C, D."):
+        assert choice_letters(text, 4) == {"A", "C", "D"}, text
+    assert choice_letters("A", 4) == {"A"}
+    for text in ("", "ACE", "AAC", "A or C", "not A", "A = C", "A, 5"):
+        assert choice_letters(text, 4) == set(), text
 
 
 def test_a_negated_letter_does_not_count():

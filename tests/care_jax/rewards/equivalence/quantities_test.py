@@ -40,9 +40,10 @@ WRITINGS = {
 @quickly
 @given(st.integers(-(10**12), 10**12), st.integers(0, 9))
 def test_a_number_is_read_exactly_however_it_is_written(write, number, places):
-    read = read_number(write(number, places))
+    text = write(number, places)
+    read = read_number(text)
     assert read.value == Fraction(number, 10**places)
-    assert (read.unit, read.is_percent) == ("", False)
+    assert (read.unit, read.is_percent) == ("$" if "USD" in text else "", False)
 
 
 @quickly
@@ -63,7 +64,8 @@ def test_commas_and_spaces_group_thousands_alone():
 @pytest.mark.parametrize(
     "text",
     ["", ".", "x", "7x", "+-3", "7/0", "1/2/3", "5 times", "5 hundred", "about 7", "7 or 8", "7 th",
-     "9" * 5000, "1e999999999", "1e-61"],
+     "9" * 5000, "1e999999999", "1e-61", "5N", "2GB", "3ABC", "5\\cdot m", "5 B", "5 mV^2",
+     "3 tens", "3 sixties", "3 squared", "7 quadrillion", "7 crore"],
 )  # fmt: skip
 def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
     assert read_number(text) is None
@@ -85,6 +87,30 @@ def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
         ("60 miles per hour", 60, "mi per h"),
         ("5 m/s", 5, "m per s"),
         ("7 apples", 7, "apples"),
+        ("5 N", 5, "N"),
+        ("5N\\cdot m", 5, "N m"),
+        ("5 kg\\cdot m/s^{2}", 5, "kg m per square s"),
+        ("5 m squared", 5, "square m"),
+        ("5kW", 5, "kW"),
+        ("5 KPA", 5, "kPa"),
+        ("2 k\\Omega", 2, "kΩ"),
+        ("25 degrees Celsius", 25, "C"),
+        ("25 C", 25, "C"),
+        ("3 eighths", Fraction(3, 8), ""),
+        ("3 halves", Fraction(3, 2), ""),
+        ("3 quarter million", 750000, ""),
+        ("5 months", 5, "months"),
+        ("$1,234.50", Fraction("1234.5"), "$"),
+        ("-$5", -5, "$"),
+        ("US$5", 5, "$"),
+        ("USD $5", 5, "$"),
+        ("€5", 5, "€"),
+        ("€€5", 5, "€"),
+        ("5 EUR", 5, "€"),
+        ("5¢", 5, "cents"),
+        ("$5 million", 5000000, "$"),
+        ("$5 dollars", 5, "$"),
+        ("$5 per hour", 5, "$ per h"),
     ],
 )
 def test_scales_are_multiplied_and_units_named_by_one_name(text, value, unit):
@@ -148,7 +174,8 @@ def test_a_unit_behind_an_expression_is_no_part_of_it():
     assert split_unit("12\\pi cm ^2") == ("12\\pi", "square cm")
     assert split_unit("6\\sqrt{2}cm") == ("6\\sqrt{2}", "cm")
     assert split_unit("x m") == ("x", "m")
-    for text in ("2m", "cm", "5\\min", "a + m", "7"):
+    assert split_unit("6\\sqrt{2} N") == ("6\\sqrt{2}", "N")
+    for text in ("2m", "cm", "5\\min", "a + m", "7", "6\\sqrt{2}N", "\\frac{1}{2}mV^2"):
         assert split_unit(text) == (text, "")
 
 
