@@ -187,7 +187,7 @@ WORDS = {
     "docs/evaluation.md": 900,
     "docs/experiments.md": 2350,
     "docs/faults.md": 800,
-    "docs/gradients.md": 1250,
+    "docs/gradients.md": 1400,
     "docs/hyperparameters.md": 1200,
     "docs/method.md": 1900,
     "docs/models.md": 1050,
