@@ -12,6 +12,7 @@ from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import mathvision
 from care_jax.benchmarks.rows import Question
 from care_jax.benchmarks.samples import to_line
+from care_jax.devices import distributed
 from care_jax.report.metrics import wilson_interval
 from care_jax.rewards.failures import RewardFailed
 from care_jax.stages import answering, evaluate
@@ -466,6 +467,23 @@ def test_a_restart_asks_the_judge_only_for_the_verdicts_that_it_did_not_give(
     before = samples_of(run)
     benchmarked(run)
     assert not seen and samples_of(run) == before
+
+
+def test_the_judges_of_all_processes_are_counted(benchmark_run, asked, words, monkeypatch, capsys):
+    gather = distributed.gather_json
+
+    def of_two(value):
+        if value and isinstance(value, list) and "failures" in value[0]:  # no list of samples
+            return [value, [value[0] | {"failures": 3}, 0.5, "503 busy"]]
+        return gather(value)
+
+    monkeypatch.setattr(distributed, "gather_json", of_two)
+    words[0].extend([True, None])
+    run = benchmark_run(**JUDGE)
+    benchmarked(run)
+    results = json.loads((run.workdir / "benchmarks_rl" / "results.json").read_text())
+    assert (results["judge"]["failures"], results["judge"]["cost"]) == (4, 0.5)
+    assert "the judge gave no verdict on 4 answers (503 busy)" in capsys.readouterr().out
 
 
 def test_another_judge_changes_no_verdict_of_the_first(benchmark_run, asked, words):
