@@ -348,7 +348,11 @@ def test_samples_of_another_benchmark_are_not_believed(benchmark_run, release, a
 
 @pytest.mark.parametrize(
     ("weights", "changes"),
-    [({"w": jnp.arange(3.0) + 1e-4}, {}), (PARAMS, {"data.instruction": "Think."})],
+    [
+        ({"w": jnp.arange(3.0) + 1e-4}, {}),
+        (PARAMS, {"data.instruction": "Think."}),
+        (PARAMS, {"model.compute_dtype": "bfloat16"}),
+    ],
 )
 def test_samples_of_other_weights_or_settings_are_not_believed(
     benchmark_run, asked, weights, changes
