@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,9 +31,10 @@ TRACED_MEAN = 12.0  # tokens of a response in the trace: about a hundred decode 
 
 def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
     """Rows of prefill and decode, by case and attention, and of the kernels of a trace."""
-    compilations, params = Compilations(), None
-    for case, mean in backbone.cases(is_small).items():
-        for attention in ("auto", "xla"):
+    params = None
+    with Compilations() as compilations:
+        cases = backbone.cases(is_small).items()
+        for (case, mean), attention in itertools.product(cases, ("auto", "xla")):
             run = backbone.open_backbone(name, is_small=is_small, attention=attention, lora_rank=0)
             if params is None:
                 params = compile_to_decode_layout(run)(backbone.random_params(run))

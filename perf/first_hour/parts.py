@@ -13,11 +13,20 @@ from care_jax.aot.roofline import Work
 
 
 class Compilations:
-    """Counts compiled programs, and the seconds of tracing and compiling; prints the long ones."""
+    """Counts compiled programs, and the seconds of tracing and compiling; prints the long ones.
+
+    It listens to JAX inside of `with`, and a part of a step is measured there.
+    """
 
     def __init__(self) -> None:
         self.number, self.seconds = 0, 0.0
+
+    def __enter__(self) -> Compilations:
         jax.monitoring.register_event_duration_secs_listener(self._add)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._add)
 
     def _add(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
         if event.startswith("/jax/core/compile/"):

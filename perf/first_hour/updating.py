@@ -43,19 +43,21 @@ def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, An
     topology = "h100:1" if is_small else topology_of(devices[0].device_kind, len(devices))
     predicting = _start_prediction(name, num_bytes, topology, is_small) if topology else None
     try:
-        run, compilations = backbone.open_backbone(name, is_small=is_small), Compilations()
-        update = Update(run, compilations)
-        yield {
-            "parameters": sum(x.size for x in jax.tree.leaves(update.state.params)),
-            "lora_rank": run.config.model.lora_rank,
-        }
-        for case, mean in backbone.cases(is_small).items():
-            for part, measured in (("score", update.score), ("update", update.update)):
-                work = functools.partial(measured, mean)
-                yield from attempt({"part": part, "case": case}, work, until, compilations)
-            if mean is not None:
-                traced = functools.partial(tracing.trace, functools.partial(update.update, mean))
-                yield from attempt({"case": "trace"}, traced, until)
+        with Compilations() as compilations:
+            run = backbone.open_backbone(name, is_small=is_small)
+            update = Update(run, compilations)
+            yield {
+                "parameters": sum(x.size for x in jax.tree.leaves(update.state.params)),
+                "lora_rank": run.config.model.lora_rank,
+            }
+            for case, mean in backbone.cases(is_small).items():
+                for part, measured in (("score", update.score), ("update", update.update)):
+                    work = functools.partial(measured, mean)
+                    yield from attempt({"part": part, "case": case}, work, until, compilations)
+                if mean is not None:
+                    work = functools.partial(update.update, mean)
+                    traced = functools.partial(tracing.trace, work)
+                    yield from attempt({"case": "trace"}, traced, until)
         if predicting:
             predicted = functools.partial(_predicted, predicting, until)
             yield from attempt({"predicted for": topology}, predicted, until)

@@ -158,31 +158,41 @@ def test_a_machine_without_an_accelerator_is_told_so_in_one_line():
 @pytest.mark.exhaustive
 def test_decoding_counts_what_did_not_compile(run):
     """Responses of 40 tokens, 4 prompts of 4 rollouts."""
-    compilations = parts.Compilations()
     params = compile_to_decode_layout(run)(backbone.random_params(run))
     programs = decoding.programs_of(run)
-    prefill, decode = decoding.decode(run, programs, params, None, compilations)
-    assert (prefill["part"], decode["part"]) == ("prefill", "decode")
-    assert compilations.number > 0
-    assert decode["tokens"] < 4 * run.config.rl.num_rollouts * 40  # the first call compiled
-    prefill, decode = decoding.decode(run, programs, params, None, compilations)
-    assert decode["tokens"] == 4 * run.config.rl.num_rollouts * 40
-    assert decode["hbm_bytes"] > 0 and decode["seconds"] > 0
-    sizes, responses = backbone.draw(run, 4, run.config.rl.num_rollouts, 12.0)
-    _, decode = decoding.decode(run, programs, params, 12.0, compilations)
-    assert 0 < decode["tokens"] <= responses.sum() and (sizes[:, 0] <= 128).all()
+    with parts.Compilations() as compilations:
+        prefill, decode = decoding.decode(run, programs, params, None, compilations)
+        assert (prefill["part"], decode["part"]) == ("prefill", "decode")
+        assert compilations.number > 0
+        assert decode["tokens"] < 4 * run.config.rl.num_rollouts * 40  # the first call compiled
+        prefill, decode = decoding.decode(run, programs, params, None, compilations)
+        assert decode["tokens"] == 4 * run.config.rl.num_rollouts * 40
+        assert decode["hbm_bytes"] > 0 and decode["seconds"] > 0
+        sizes, responses = backbone.draw(run, 4, run.config.rl.num_rollouts, 12.0)
+        _, decode = decoding.decode(run, programs, params, 12.0, compilations)
+        assert 0 < decode["tokens"] <= responses.sum() and (sizes[:, 0] <= 128).all()
 
 
 @pytest.mark.exhaustive
 def test_scoring_and_update_count_the_tokens_of_an_update(run):
-    update = updating.Update(run, parts.Compilations())
-    (score,), (worst,) = update.score(None), update.update(None)
-    num_rows = run.config.rl.num_rollouts + 1
-    assert worst["tokens"] == score["tokens"] == 4 * num_rows * 40
-    assert worst["calls"] == 1 and worst["seconds"] > 0
-    assert worst["flops"] == pytest.approx(3 * score["flops"])
-    (mean,) = update.update(12.0)
-    assert mean["tokens"] < worst["tokens"] and 0 < mean["fill"] <= 1
+    with parts.Compilations() as compilations:
+        update = updating.Update(run, compilations)
+        (score,), (worst,) = update.score(None), update.update(None)
+        num_rows = run.config.rl.num_rollouts + 1
+        assert worst["tokens"] == score["tokens"] == 4 * num_rows * 40
+        assert worst["calls"] == 1 and worst["seconds"] > 0
+        assert worst["flops"] == pytest.approx(3 * score["flops"])
+        (mean,) = update.update(12.0)
+        assert mean["tokens"] < worst["tokens"] and 0 < mean["fill"] <= 1
+
+
+def test_compilations_are_counted_inside_of_with_alone():
+    with parts.Compilations() as compilations:
+        jax.jit(lambda x: x + 1.5)(2.5)
+    assert compilations.number and compilations.seconds
+    counted = compilations.number, compilations.seconds
+    jax.jit(lambda x: x - 1.5)(2.5)
+    assert (compilations.number, compilations.seconds) == counted
 
 
 def test_a_part_that_fails_or_comes_too_late_is_named():
