@@ -158,7 +158,7 @@ class Ours:
         writer = stack.enter_context(MetricWriter(workdir))
         self.run = open_run(config, workdir, writer=writer)
         params = weights.start(self.run)
-        _, adamw = make_adamw(self.run, "rl")
+        adamw = make_adamw(self.run, "rl")
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)
         self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))

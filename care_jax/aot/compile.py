@@ -185,7 +185,7 @@ def update_program(run: Run, stage: str) -> Program:
 
 
 def _sft_program(run: Run, mean_response: float | None) -> Program:
-    _, adamw = make_adamw(run, "sft")
+    adamw = make_adamw(run, "sft")
     state = abstract_state(run, adamw)
     num_microbatches, packed = step_sizes.largest_imitation(run)
     expected = ()
@@ -212,7 +212,7 @@ def _rollout_programs(
 ) -> tuple[list[Program], Memory | None]:
     """The reshard and decode programs, and what decoding needs, if reshard was not refused."""
     rl, config = run.config.rl, run.policy.config
-    _, adamw = make_adamw(run, "rl")
+    adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
     kept += _slots_between(run, expected or largest)
@@ -249,7 +249,7 @@ def _evaluation_programs(run: Run) -> list[Program]:
     base = lora.without(params_of(run))
     kept = shapes.num_bytes(base)
     for stage in evaluated_stages(run.config):
-        state = abstract_state(run, make_adamw(run, stage)[1])
+        state = abstract_state(run, make_adamw(run, stage))
         reference = _reference_bytes(run, state) if stage == "rl" else 0
         kept = max(kept, shapes.num_bytes(state) + reference)
     layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
@@ -313,7 +313,7 @@ def _decode_programs(
 
 def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -> list[Program]:
     """The update, and the forward that scores its batch under the reference or π_old."""
-    _, adamw = make_adamw(run, "rl")
+    adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     plan, packed = largest.updates[0]
     batch = shapes.train_batch(run, len(plan.rows))

@@ -142,7 +142,7 @@ def _memory(run: Run) -> Iterator[str]:
     if not stages:
         yield f"{_gib(shapes.num_bytes(params_of(run)))} weights"
         return
-    _, adamw = make_adamw(run, stages[-1])
+    adamw = make_adamw(run, stages[-1])
     state = abstract_state(run, adamw)
     params = shapes.num_bytes(state.params)
     yield f"{_gib(params)} weights"
@@ -181,7 +181,7 @@ def _files(run: Run) -> Iterator[str]:
     yield "config.json, starts.jsonl, metrics.jsonl, tensorboard/"
     yield "report.html, report.jsonl, rollouts.jsonl"
     for stage in (stage for stage in TRAINING if stage in config.stages):
-        _, adamw = make_adamw(run, stage)
+        adamw = make_adamw(run, stage)
         folder = checkpoint_folder(run, stage)
         saved = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(run, adamw)))

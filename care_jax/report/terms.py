@@ -39,7 +39,7 @@ METRICS = (
     ("nll", "Mean of −log π over the trained tokens, in nats."),
     ("grad_norm", "Global L2 norm of the gradient before clipping, mean over the step's updates."),
     ("grad_clipped", "Share of the step's updates whose gradient was clipped to max_grad_norm."),
-    ("learning_rate", "Learning rate of the step's first update."),
+    ("learning_rate", "Learning rate, mean over the step's updates."),
     ("skipped_updates", "Updates skipped since the last line, as loss or gradient was not finite."),
     ("kl_ref", "KL estimate (k3) from the policy to the reference, in nats per token."),
     ("kl_old", "KL estimate (k3) from the policy to π_old, in nats per token."),

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-import optax
 from jaxtyping import Bool, Float, Int
 
 from care_jax.batch import Groups, TrainBatch
@@ -45,7 +44,6 @@ class StepLog:
     stage: Stage
     clock: DeviceClock
     verifier: Verifier
-    learning_rate_at: optax.Schedule  # of the number of an update
 
     def __post_init__(self):
         self._report = open_report(self.run)
@@ -130,7 +128,6 @@ class StepLog:
             | self._verifier_metrics(draws)
             | device_memory()
             | {
-                "learning_rate": float(self.learning_rate_at(step * len(plans))),
                 "decoded_tokens": self.stage.counters["num_decoded"],
                 "rollout_tokens_per_second": num_sampled / rolling,
                 "train_tokens_per_second": int(everyone.num_trained.sum()) / training,

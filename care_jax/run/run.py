@@ -202,16 +202,20 @@ def verifier_of(run: Run) -> Verifier:
     return Verifier(think_tag=run.policy.think_tag, reward=reward, **options)
 
 
-def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """The learning rate schedule and the optimizer of a stage, "sft" or "rl"."""
+def schedule_of(run: Run, stage: str) -> optax.Schedule:
+    """The learning rate of each update of a stage, "sft" or "rl"."""
     section = run.config[stage]
     num_updates = section.num_steps
     if stage == "rl":
         num_updates *= section.prompts_per_step // section.prompts_per_update
     options = {key: section[key] for key in ("learning_rate", "warmup_steps", "schedule")}
-    learning_rate_at = optimizer.make_schedule(num_steps=num_updates, **options)
-    options = {key: section[key] for key in ("weight_decay", "max_grad_norm")}
-    return learning_rate_at, optimizer.make_optimizer(learning_rate_at, **options)
+    return optimizer.make_schedule(num_steps=num_updates, **options)
+
+
+def make_adamw(run: Run, stage: str) -> optax.GradientTransformation:
+    """The optimizer of a stage, "sft" or "rl"."""
+    options = {key: run.config[stage][key] for key in ("weight_decay", "max_grad_norm")}
+    return optimizer.make_optimizer(schedule_of(run, stage), **options)
 
 
 def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:

@@ -30,7 +30,14 @@ from care_jax.rl.rollout import compile_rollout, gather_groups, rollout_sizes
 from care_jax.rl.step_metrics import StepLog
 from care_jax.rl.update_batch import copy_reference, put_scored, train_batch, with_logprobs
 from care_jax.run.attention_check import decoding_attention, training_attention
-from care_jax.run.run import Run, compile_to_decode_layout, make_adamw, start_state, verifier_of
+from care_jax.run.run import (
+    Run,
+    compile_to_decode_layout,
+    make_adamw,
+    schedule_of,
+    start_state,
+    verifier_of,
+)
 from care_jax.run.stage import Evaluate, compile_nll, compile_score, forward_options, open_stage
 from models import backbone, lora
 from models.attention.packed import AttentionImpl
@@ -53,7 +60,7 @@ def train(
     """
     rl, clock, index = run.config.rl, DeviceClock(), prompts_of_process(run)
     num_updates = rl.prompts_per_step // rl.prompts_per_update
-    learning_rate_at, adamw = make_adamw(run, "rl")
+    adamw = make_adamw(run, "rl")
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw)
     decoding = decoding_attention(run, rollout_sizes(run)[0])
@@ -74,7 +81,7 @@ def train(
         open_stage(run, "rl", state, programs.nll, evaluate) as stage,
     ):
         del state  # the stage holds it, or has restored another
-        log = StepLog(run, stage, clock, verifier, learning_rate_at)
+        log = StepLog(run, stage, clock, verifier)
         rollout = compile_rollout(run, clock, decoding, stage.catch_up)
         carried = carry_over.begin(run, rollout, batches, stage)
         stage.saved_beside = lambda: carry_over.save(rollout, carried)
@@ -147,10 +154,11 @@ def compile_update(
 ) -> UpdatePrograms:
     """The jitted functions of an update, each compiled once per shape of rows that occurs."""
     rl, objective = run.config.rl, run.objective
-    options = forward_options(run, attention)
+    options, learning_rate_at = forward_options(run, attention), schedule_of(run, "rl")
 
     def update(state, batch):
-        return train_step(
+        learning_rate = learning_rate_at(state.step)
+        state, metrics, logp = train_step(
             state,
             batch,
             run.policy.config,
@@ -161,6 +169,7 @@ def compile_update(
             partition=run.partition,
             skip_nonfinite=rl.max_skipped > 0,
         )
+        return state, metrics | {"learning_rate": learning_rate}, logp
 
     score = compile_score(run, "rl", options)
     shardings = state_shardings, None, run.train_batch_sharding

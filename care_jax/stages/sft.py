@@ -28,7 +28,7 @@ from care_jax.packing.plan import RowPlan, TreeSizes, fill_of, misfits, plan_row
 from care_jax.prompts.builder import TokenizedPrompt, continued, prompt_sizes
 from care_jax.report.report import Report
 from care_jax.run.attention_check import training_attention
-from care_jax.run.run import Run, make_adamw, start_state
+from care_jax.run.run import Run, make_adamw, schedule_of, start_state
 from care_jax.run.stage import Evaluate, compile_nll, compile_score, forward_options, open_stage
 from models import backbone, lora
 from models.attention.packed import AttentionImpl
@@ -53,7 +53,7 @@ def train(
     """
     sft = run.config.sft
     index = sharding.local_rows(sft.batch_size, run.decode_batch_sharding)
-    learning_rate_at, adamw = make_adamw(run, "sft")
+    adamw = make_adamw(run, "sft")
     state = start_state(run, params, adamw)
     attention = training_attention(run, sft.row_tokens, sft.row_patches)
     sft_step = compile_step(run, adamw, sharding.of(state), attention)
@@ -81,9 +81,7 @@ def train(
             stage.state, metrics = sft_step(stage.state, placed)
             stage.updated(step, metrics, (batch, imitated))
             if stage.is_logged(step):  # dispatch is asynchronous between logged steps
-                metrics = stage.read()[-1] | {"learning_rate": float(learning_rate_at(step))}
-                metrics |= fill_of([plan])
-                stage.log(step, metrics)
+                stage.log(step, stage.read()[-1] | fill_of([plan]))
                 report.write()
             stage.finish(step)
     return lora.merged(stage.state.params)
@@ -97,8 +95,10 @@ def compile_step(
 ) -> Callable:
     """The jitted (state, batch) -> (state, metrics), compiled once per shape of rows."""
     sft, options = run.config.sft, forward_options(run, attention)
+    learning_rate_at = schedule_of(run, "sft")
 
     def sft_step(state, batch):
+        learning_rate = learning_rate_at(state.step)
         total_weight = jnp.maximum(batch.weight.sum(), 1e-9)
 
         def loss_fn(params, batch):
@@ -116,7 +116,7 @@ def compile_step(
             partition=run.partition,
             skip_nonfinite=sft.max_skipped > 0,
         )
-        return state, metrics
+        return state, metrics | {"learning_rate": learning_rate}
 
     return jax.jit(run.placed(sft_step), donate_argnums=0, out_shardings=(state_shardings, None))
 

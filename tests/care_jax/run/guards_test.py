@@ -49,7 +49,7 @@ def test_the_sums_are_those_of_every_tensor_on_any_mesh(make_run, params, dtype,
     """Also of moments that lie in host memory, and of tensors that are sharded."""
     run = make_run({"model.param_dtype": dtype, "model.offload": offload})
     run = dataclasses.replace(run, mesh=make_mesh(1, 4, 2))
-    _, adamw = make_adamw(run, "rl")
+    adamw = make_adamw(run, "rl")
     where = params_of(run)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     state = start_state(run, jax.device_put(params, sharding.of(where)), adamw)
@@ -187,7 +187,7 @@ def test_a_broken_checkpoint_is_neither_exported_nor_evaluated(make_run, params)
     run = make_run({})
     where = sharding.of(params_of(run))
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
-    state = start_state(run, jax.device_put(broken, where), make_adamw(run, "sft")[1])
+    state = start_state(run, jax.device_put(broken, where), make_adamw(run, "sft"))
     with open_checkpoints(run, "sft") as saved:
         saved.save(1, state, 1, 0, {})
     with pytest.raises(ValueError, match=r"^checkpoint 1 of sft must .*; set export\.step to ano"):

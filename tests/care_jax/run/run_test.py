@@ -16,6 +16,7 @@ from care_jax.run.run import (
     check_workdir,
     make_adamw,
     params_of,
+    schedule_of,
     start_state,
 )
 from configs import tiny
@@ -35,7 +36,7 @@ def start(run, params):
 
     def start():
         where = sharding.of(lora.without(params_of(run)))
-        _, adamw = make_adamw(run, "rl")
+        adamw = make_adamw(run, "rl")
         return start_state(run, jax.device_put(params, where), adamw)
 
     return start
@@ -52,7 +53,7 @@ def start(run, params):
 )
 def test_the_abstract_state_is_that_of_the_start(run, start, changes):
     run.config.model.update(changes)
-    _, adamw = make_adamw(run, "rl")
+    adamw = make_adamw(run, "rl")
     jax.tree.map(assert_same, abstract_state(run, adamw), start())
 
 
@@ -86,7 +87,7 @@ def test_the_schedule_of_a_stage_counts_its_updates(run, stage, num_updates):
     run.config.sft.learning_rate = 2.0
     section = run.config[stage]
     section.update(num_steps=10, warmup_steps=4, schedule="cosine")
-    learning_rate_at, _ = make_adamw(run, stage)
+    learning_rate_at = schedule_of(run, stage)
     assert learning_rate_at(0) == section.learning_rate / 4
     assert learning_rate_at(4) == section.learning_rate
     assert learning_rate_at(num_updates - 1) > 0
@@ -98,7 +99,7 @@ def test_decay_and_clipping_are_those_of_the_stage(run, stage):
     """A gradient clipped to Adam's ε = 1e-8 moves a weight by half the learning rate."""
     run.config[stage].update(learning_rate=0.1, warmup_steps=0, schedule="constant")
     run.config[stage].update(weight_decay=0.25, max_grad_norm=1e-8)
-    _, adamw = make_adamw(run, stage)
+    adamw = make_adamw(run, stage)
     weight, gradient = jnp.float32(3), jnp.float32(50)
     update, _ = adamw.update(gradient, adamw.init(weight), weight)
     assert update == pytest.approx(-0.1 * (0.5 + 0.25 * 3), rel=1e-5)

@@ -102,7 +102,8 @@ SFT = {
     "sft.num_steps": 7,
     "sft.batch_size": 4,
     "sft.microbatch_size": 2,
-    "sft.warmup_steps": 0,
+    "sft.learning_rate": 0.5,
+    "sft.warmup_steps": 4,
 }
 
 
@@ -117,7 +118,7 @@ def imitate(make_run, monkeypatch):
             params = {"text": {"seen": state.params["text"]["seen"] + 1}}
             metrics = {"loss": jnp.where(is_broken, jnp.nan, 1.0), "grad_norm": jnp.float32(2)}
             metrics[BROKEN_GRADIENTS] = is_broken[None]
-            return state.replace(params=params), metrics, None
+            return state.replace(params=params, step=state.step + ~is_broken), metrics, None
 
         def score_rows(params, rows, *_, **__):
             return jnp.zeros(rows.tokens.shape), None, None
@@ -134,11 +135,15 @@ def imitate(make_run, monkeypatch):
 
 
 def test_the_cold_start_counts_those_between_its_logged_steps(imitate):
-    """Steps 0, 3 and 6 are logged. The loss of a step that was skipped is left out."""
+    """Steps 0, 3 and 6 are logged. The loss of a step that was skipped is left out.
+
+    The learning rate counts the updates done: that of step 3 is the second.
+    """
     _, records = imitate([1, 2, 6], most=2)
     assert [record["step"] for record in records] == [0, 3, 6]
     assert [record["skipped_updates"] for record in records] == [0, 2, 1]
     assert [record.get("loss") for record in records] == [1.0, 1.0, None]
+    assert [record.get("learning_rate") for record in records] == [0.5 / 4, 0.5 / 2, None]
 
 
 def test_the_cold_start_names_the_step_that_was_not_logged(imitate, tmp_path):

@@ -16,6 +16,7 @@ from care_jax.decoding.schedule import Sizes
 from care_jax.devices import flops, sharding
 from care_jax.learning import optimizer
 from care_jax.learning.logprobs import ForwardOptions
+from care_jax.learning.train_step import TrainState
 from care_jax.method import credit
 from care_jax.rl import rollout, step_metrics
 from care_jax.run import checkpoint, weights
@@ -63,7 +64,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes |= {"care.M": 5, "care.rule": "mixed", "care.eps": 3e-6}
     changes |= {"care.anchor_rule": "random", "rl.dual_clip": 3.0}
     changes |= {"care.reflect_temperature": 0.6, "care.reflect_top_p": 0.8}
-    changes |= {"model.remat": "layer", "rl.max_skipped": 2}
+    changes |= {"model.remat": "layer", "rl.max_skipped": 2, "rl.warmup_steps": 8}
     run = make_run(changes)
     seen, given, decoders = {}, {}, []
     for module, name in (
@@ -77,7 +78,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
         def noted(*args, name=name, **kwargs):
             seen[name], given[name] = kwargs, args
             decoders.extend([kwargs] * (name == "compile_decoder"))
-            return jnp.zeros((2, R, T)), None, None
+            return jnp.zeros((2, R, T)), {}, None
 
         monkeypatch.setattr(module, name, noted)
 
@@ -115,7 +116,9 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     attention = sharding.attention_impl("xla", run.config.sharding_rules, run.mesh)
     options = ForwardOptions(jnp.dtype("float32"), remat="layer", attention=attention)
     rest = {"microbatch_size": 2, "partition": run.partition, "skip_nonfinite": True}
-    jax.eval_shape(update.update, 0, 0)
+    state = TrainState(0, 0, step=jnp.int32(1))
+    _, metrics, _ = update.update(state, 0)
+    assert metrics == {"learning_rate": run.config.rl.learning_rate * 2 / 8}
     assert seen["train_step"] == rest
     assert given["train_step"][-2:] == (run.objective, options)
     clip = CLIP | {"dual_clip": 3.0}
@@ -247,16 +250,11 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
         num_sampled * (step + 1) for step in range(STEPS)
     ]
     assert [record["verifier/fast_calls"] for record in metrics] == [3] * STEPS
-    schedule = optimizer.make_schedule(
-        learning_rate=0.5, warmup_steps=5, num_steps=2 * STEPS, schedule="cosine"
-    )
     for record in metrics:  # the peak of a CPU is not known
         assert (
             record["train_tflops_per_second"] * record["train_seconds"] > 0
             and "train_mfu" not in record
         )
-    rates = [record["learning_rate"] for record in metrics]
-    np.testing.assert_allclose(rates, [schedule(2 * step) for step in range(STEPS)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("old_logp", ["sampler", "trainer"])
@@ -281,7 +279,7 @@ def test_resumed_loop_does_what_the_unbroken_one_did(run_loop, unbroken):
         assert resumed.seen[name] == whole.seen[name][2:], name
     assert resumed.seen["updated"] == whole.seen["updated"][2 * 2 :]
     jax.tree.map(np.testing.assert_array_equal, params, expected_params)
-    kept = ("step", "loss", "decoded_tokens", "learning_rate")
+    kept = ("step", "loss", "decoded_tokens")
     for got, want in zip(metrics, expected, strict=True):
         assert {name: got[name] for name in kept} == {name: want[name] for name in kept}
 
