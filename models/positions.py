@@ -65,18 +65,20 @@ def pack_images(
             f"num_patches {num_patches} must be a multiple of merge_size^2 = "
             f"{config.merge_size**2}; round it up"
         )
+    packed = np.zeros((len(patches), num_patches, patches[0].shape[-1]), patches[0].dtype)
     rows = [
-        _pack_row(patch, np.asarray(grid).reshape(-1, 3), config, num_patches)
-        for patch, grid in zip(patches, grids, strict=True)
+        _pack_row(patch, np.asarray(grid).reshape(-1, 3), config, into)
+        for patch, grid, into in zip(patches, grids, packed, strict=True)
     ]
-    return ImagePatches(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
+    others = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return ImagePatches(patches=packed, **others)
 
 
 def _pack_row(
-    patches: np.ndarray, grids: np.ndarray, config: VisionConfig, N: int
+    patches: np.ndarray, grids: np.ndarray, config: VisionConfig, into: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The fields of one row of `ImagePatches`."""
-    total = int(grids.prod(-1).sum())
+    """Writes the patches of one row `into` [N, C], which is 0; returns its other fields."""
+    total, N = int(grids.prod(-1).sum()), len(into)
     if total != len(patches) or total > N:
         raise ValueError(
             f"grids {grids.tolist()} describe {total} patches: got {len(patches)} patches and room "
@@ -86,9 +88,12 @@ def _pack_row(
     fields = {"segments": _padded(images, N, -1)}
     if config.window_size:
         order = np.argsort(windows, kind="stable")  # images and merge blocks stay whole
-        patches, coordinates = patches[order], coordinates[order]
+        np.take(patches, order, 0, out=into[:total], mode="clip")  # "raise" would copy once more
+        coordinates = coordinates[order]
         fields["windows"] = _padded(windows[order], N, -1)
-    fields |= {"patches": _padded(patches, N), "coordinates": _padded(coordinates, N)}
+    else:
+        into[:total] = patches
+    fields["coordinates"] = _padded(coordinates, N)
     if config.num_position_embeddings:
         rows, weights = _table_rows(coordinates, grids[images, 1:], config.position_side)
         fields |= {"position_rows": _padded(rows, N), "position_weights": _padded(weights, N)}

@@ -43,6 +43,7 @@ Partition = Callable[[Params], tuple[Params, Params]]
 Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 # Metric with `skip_nonfinite`: for each of L trained tensors, whether its gradient is not finite.
 BROKEN_GRADIENTS = "broken_gradients"
+IS_EMPTY = "is_empty"  # metric: the batch has no response, so the update left the state unchanged
 
 
 @flax.struct.dataclass
@@ -92,8 +93,9 @@ def train_step(
     """One reinforcement learning update.
 
         L = -Σᵢ wᵢ Σₜ vₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
-            + β · mean over is_trained of k3(π_θ, π_ref)                 (eq:ppo, eq:total-loss)
+            + β · mean of k3(π_θ, π_ref)                                 (eq:ppo, eq:total-loss)
 
+    For CARE the latter is the mean over is_trained, for the others Σᵢ wᵢ Σₜ / Σ prompt_weight.
     wᵢ is the weight of response i in its prompt's loss. ρₜ is the importance ratio of the token, or
     for GSPO of the response: the geometric mean over its tokens. vₜ is 1, or with rl.correction
     `correction_weight` of the token or response.
@@ -146,7 +148,10 @@ def train_step(
         loss = -terms.sum() / total_weight
         if beta:
             kl = jnp.where(batch.is_trained, kl_of(logp, batch.ref_logp), 0.0)
-            loss += beta * kl.sum() / num_trained
+            if objective.has_token_kl:
+                loss += beta * kl.sum() / num_trained
+            else:
+                loss += beta * (batch.row_weight * kl).sum() / total_weight
 
         clipped, has_credit = clips(*moved), batch.token_advantage != 0
         is_negative_answer = (batch.token_advantage < 0) & batch.is_answer
@@ -210,6 +215,9 @@ def update(
     Returns:
         the new state, the metrics, and the values of all rows, [B, ...]; 0 in empty microbatches.
 
+    A batch without a response leaves the state unchanged: the optimizer's moments and the weight
+    decay would move it. Its metrics are 0, but for `IS_EMPTY`.
+
     Gradients are taken, summed and applied in float32, whatever dtype the state is stored in. For
     this, the trained parameters that are bfloat16 are copied to float32, 4 bytes each.
     """
@@ -219,6 +227,7 @@ def update(
         lambda trained, batch: loss_fn(combine(trained, frozen), batch), has_aux=True
     )
     microbatches = split_batch(batch, microbatch_size)
+    num_used = num_microbatches(microbatches)
 
     def compute(microbatch):
         (loss, (ratios, values)), grads = value_and_grad(wide, microbatch)
@@ -232,32 +241,28 @@ def update(
     shapes, row_shapes = jax.eval_shape(lambda x: compute(microbatch_at(x, 0)), microbatches)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     carry = zeros, _empty_microbatches(row_shapes, microbatches)
-    carry = jax.lax.fori_loop(0, num_microbatches(microbatches), add, carry)
+    carry = jax.lax.fori_loop(0, num_used, add, carry)
     (loss, ratios, grads), rows = carry
 
     moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # may be in host memory
     updates, opt_state = optimizer.update(grads, widen(moments), wide)
     updated = optax.apply_updates(wide, updates), opt_state
     rng = jax.random.fold_in(jax.random.key(0), state.step)
-    before = trained
-    trained, opt_state = round_like(updated, (trained, moments), rng)
+    new = *round_like(updated, (trained, moments), rng), state.step + 1
     metrics = {
         name: numerator / jnp.maximum(denominator, 1e-9)
         for name, (numerator, denominator) in ratios.items()
     }
-    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-    done = state.step + 1
+    is_applied = num_used > 0
+    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads), IS_EMPTY: ~is_applied}
     if skip_nonfinite:
         # optax.apply_if_finite changes the layout of checkpoints, and finally applies bad updates.
-        is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-        (trained, opt_state, done) = jax.tree.map(
-            lambda new, old: jnp.where(is_finite, new, old),
-            (trained, opt_state, done),
-            (before, moments, state.step),
-        )
+        is_applied &= jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
         broken = [~jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(grads)]
         metrics[BROKEN_GRADIENTS] = jnp.stack(broken)
-    return TrainState(combine(trained, frozen), opt_state, done), metrics, _join(rows)
+    old = trained, moments, state.step
+    trained, opt_state, step = jax.tree.map(lambda a, b: jnp.where(is_applied, a, b), new, old)
+    return TrainState(combine(trained, frozen), opt_state, step), metrics, _join(rows)
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Batch:

@@ -16,7 +16,7 @@ arXiv 2503.14476), Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), RLOO (Ahmadian 
 2402.14740). GSPO uses GRPO's advantages.
 
 G is rollouts per prompt, R = G + 1 rows (slot G holds the reflected one), K the target number of
-negatives, K' the number chosen, K_S the number in S (alg:care counts rewards below the anchor's).
+negatives, K' the number chosen, K_S the number in S, all with rewards below the anchor's.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def raw_advantages(
     replaces it too with `reflect_replaces` "always", as in the released code. A reflected row with
     0 < acc < 1 is left out; alg:care adds it as a failure. A rescue ignores the
     reflected row and uses the rewards δ (pseudo-anchor) and -δ/K' (negatives, eq:pseudoreward).
+    A failure with a reward not below the anchor's, which graded rewards allow, is left out too.
 
     Args: see `care_advantages`.
     """
@@ -68,7 +69,8 @@ def raw_advantages(
     reward = jnp.where(subgroup.is_rescue, pseudo_reward, reward)
 
     is_positive = is_anchor | is_repair
-    is_negative = (is_negative & ~is_replaced) | is_failed_repair
+    is_below = reward < jnp.max(reward, where=is_anchor, initial=-jnp.inf)
+    is_negative = ((is_negative & ~is_replaced) | is_failed_repair) & is_below
     return RawAdvantages(
         value=_normalize(reward, is_positive | is_negative, eps=eps, robust=robust),
         is_positive=is_positive,
@@ -160,15 +162,16 @@ def overlong_penalty(
 ) -> Float[Array, "*B"]:
     """DAPO's soft overlong punishment R, added to the reward of each response y (their eq. 13).
 
-    R = 0                                  |y| ≤ L_max - L_cache
-    R = ((L_max - L_cache) - |y|)/L_cache  up to -1 at L_max
+    R = 0                                    |y| ≤ L_max - L_cache
+    R = ((L_max - L_cache) - |y|)/2L_cache   up to -1/2 at L_max
 
+    Half of theirs, as rewards are 0 to 1 here and ±1 there: at L_max it is half of a right answer.
     |y| = `num_tokens` (without the prompt), L_max = `max_tokens`, L_cache = `cache_tokens`. With
     `cache_tokens` 0 there is no penalty.
     """
     if not cache_tokens:
         return jnp.zeros(num_tokens.shape)
-    return -jnp.clip((num_tokens - (max_tokens - cache_tokens)) / cache_tokens, 0.0, 1.0)
+    return -0.5 * jnp.clip((num_tokens - (max_tokens - cache_tokens)) / cache_tokens, 0.0, 1.0)
 
 
 def is_mixed(acc: Float[Array, " G"]) -> Bool[Array, ""]:

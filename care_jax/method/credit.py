@@ -200,12 +200,12 @@ def dapo_credit(
 
 
 def _sequence_mean(rollouts, advantage, length) -> Credit:
-    """1/G · Σᵢ Aᵢ/length · Σ_t over a prompt's rows, then the mean over all prompts."""
+    """1/G · Σᵢ 1/length · Σ_t over a prompt's rows, then the mean over all prompts."""
     num_prompts, num_rows = advantage.shape
     return Credit(
         advantage=advantage,
-        token_advantage=(advantage / length)[..., None] * rollouts.is_valid,
-        row_weight=jnp.full((num_prompts, num_rows), 1 / num_rows),
+        token_advantage=advantage[..., None] * rollouts.is_valid,
+        row_weight=jnp.broadcast_to(1 / (num_rows * length), advantage.shape).astype(jnp.float32),
         prompt_weight=jnp.ones(num_prompts),
         is_trained=rollouts.is_valid,
     )

@@ -25,6 +25,8 @@ class Objective:
     clip_low: float  # clip range of the importance ratio below 1
     clip_high: float  # above 1
     beta: float  # β, weight of the KL to the reference policy; 0 keeps no reference
+    # The KL is a mean over all trained tokens (CARE). Else it is part of the surrogate's mean.
+    has_token_kl: bool = False
     # (scores, subgroup, has_reflection) -> A_raw, for metrics; None if it uses the whole group.
     raw_advantages: Callable[..., RawAdvantages] | None = None
     has_reflection: bool = False  # groups have a reflected row, in the last slot
@@ -55,6 +57,7 @@ def _care(section, max_tokens):
     return {
         "credit": functools.partial(credit.care_credit, settings=settings),
         "raw_advantages": functools.partial(credit.care_raw_advantages, settings=settings),
+        "has_token_kl": True,
         "has_reflection": section["reflect"],
         "is_reframed": section["reflect"] and section["reflect_credit"] == "prompt_only",
     }

@@ -68,6 +68,7 @@ class SymbolicPool:
             advice="install it",
         )
         self._outcomes: collections.OrderedDict[Question, str] = collections.OrderedDict()
+        self._late: set[Question] = set()
         self._lock = threading.Lock()
 
     def ask(self, questions: Sequence[Question]) -> list[str]:
@@ -87,9 +88,14 @@ class SymbolicPool:
                 fresh[question] = found["text"] if "text" in found else next(iter(found))
                 self.counts["timeouts"] += fresh[question] == "timeout"
                 self.counts["crashes"] += fresh[question] == "crash"
+                # A busy machine may be behind a crash, or behind a timeout that the worker, which
+                # has a limit of CPU time, did not report. A second such timeout is believed.
+                is_late = "timeout" in found
+                if "text" in found or (is_late and question in self._late):
+                    self._outcomes[question] = fresh[question]
+                elif is_late:
+                    self._late.add(question)
             known = [fresh.get(q) or self._outcomes[q] for q in questions]
-            # Crashes are not cached: memory pressure on the machine may have caused them.
-            self._outcomes.update((q, out) for q, out in fresh.items() if out != "crash")
             while len(self._outcomes) > _CACHE_SIZE:
                 self._outcomes.popitem(last=False)
             return known

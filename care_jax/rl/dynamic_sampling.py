@@ -26,6 +26,8 @@ from care_jax.rl.rollout import CarriedOver, RolloutPrograms, asked, roll_out
 from care_jax.run.run import Run
 from models import backbone
 
+_MOST_STEPS = 2**24  # a bound of rl.num_steps, which may grow
+
 
 def draw_groups(
     run: Run,
@@ -39,8 +41,8 @@ def draw_groups(
 ) -> list[Groups]:
     """The rollout batches of a step: one, or with DAPO as many as fill it with mixed groups.
 
-    Draw t of step s uses batch s + t·num_steps of the stream and the random key of that number,
-    which no other draw or step uses. If nothing was judged so far, it draws no more.
+    Draw t of step s uses batch s + t·2^24 of the stream and the random key of that number, which no
+    other draw or step uses. If nothing was judged so far, it draws no more.
 
     Args:
         params: in the decode layout.
@@ -57,7 +59,7 @@ def draw_groups(
 
     draws = [draw(*first)]
     while len(draws) < run.objective.max_tries and is_judged(draws) and not is_full(draws):
-        number = first[0] + len(draws) * run.config.rl.num_steps
+        number = first[0] + len(draws) * _MOST_STEPS
         draws.append(draw(number, *batches.batch(number)))
     return draws
 

@@ -157,7 +157,7 @@ class Stage:
         self._unread.append((step, metrics, None if self.remake else made_of))
 
     def read(self, *, num_left: int = 0) -> list[dict[str, float]]:
-        """The metrics of each update since the last call; {} if it was skipped.
+        """The metrics of each update since the last call; {} if it was skipped or empty.
 
         The last `num_left` updates are left to the next call, so that devices may still run them.
         """

@@ -239,7 +239,7 @@ def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
     return {
         "model": config.model.path,
         "compute_dtype": config.model.compute_dtype,
-        "weights": repr(float(np.asarray(checksum.addressable_data(0)))),
+        "weights": _digest(np.asarray(checksum.addressable_data(0)).tolist()),
         "max_response_tokens": config.evaluate.max_response_tokens,
         "buckets": [list(bucket) for bucket in run.policy.prompts.buckets],
         **{key: config.data[key] for key in prompts},

@@ -8,6 +8,7 @@ Letters: N examples of a step, n of this process, B rows of S tokens, T response
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -75,15 +76,19 @@ def train(
     with open_stage(run, "sft", state, nll, evaluate, remake) as stage:
         del state  # the stage holds it, or has restored another
         report = Report(run.workdir, **run.config.report)
-        for step, imitated, prompts in stage.steps(batches):
-            batch, plan = packed_batch(run, index, imitated, prompts)
-            placed = sharding.put_batch(batch, run.train_batch_sharding)
-            stage.state, metrics = sft_step(stage.state, placed)
-            stage.updated(step, metrics, (batch, imitated))
+
+        def log(step, plan):
             if stage.is_logged(step):  # dispatch is asynchronous between logged steps
                 stage.log(step, stage.read()[-1] | fill_of([plan]))
                 report.write()
-            stage.finish(step)
+
+        for step, imitated, prompts in stage.steps(batches):
+            batch, plan = packed_batch(run, index, imitated, prompts)
+            placed = sharding.put_batch(batch, run.train_batch_sharding)
+            stage.catch_up()  # after the work on the host that the devices need not wait for
+            stage.state, metrics = sft_step(stage.state, placed)
+            stage.updated(step, metrics, (batch, imitated))
+            stage.finish(step, functools.partial(log, step, plan))
     return lora.merged(stage.state.params)
 
 

@@ -68,7 +68,7 @@ def batch(update_of):
 def stepped(policy):
     """`step`, with the log-probabilities before the update.
 
-    Layouts of `LAYOUTS` share a program; the sequence ratio is another.
+    Layouts of `LAYOUTS` share a program; the sequence ratio, with the KL of a baseline, is another.
     """
 
     def step(state, batch, microbatch_size, sequence=False):
@@ -77,7 +77,9 @@ def stepped(policy):
             batch,
             policy.config,
             SGD,
-            Objective(None, 0.2, 0.28, beta=0.1, has_sequence_ratio=sequence),
+            Objective(
+                None, 0.2, 0.28, beta=0.1, has_token_kl=not sequence, has_sequence_ratio=sequence
+            ),
             ForwardOptions(jnp.float32),
             microbatch_size=microbatch_size,
         )

@@ -21,6 +21,7 @@ from care_jax.learning import optimizer
 from care_jax.learning.logprobs import ForwardOptions
 from care_jax.learning.train_step import (
     BROKEN_GRADIENTS,
+    IS_EMPTY,
     init_state,
     map_microbatches,
     split_batch,
@@ -60,29 +61,39 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(scored, update_of
     expected["rationale_share"] = credits[False] / (credits[False] + credits[True])
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
-    assert metrics.keys() == expected.keys() | {"grad_norm"}
+    assert metrics.keys() == expected.keys() | {"grad_norm", IS_EMPTY}
+    assert not metrics[IS_EMPTY]
     assert 0 < expected["rationale_share"] < 1
     assert 0 < expected["clip_rate_negative_answer"] != expected["clip_rate"] < 1
     assert state.step == 1
 
 
 def test_sequence_ratio_is_a_responses_own(step, params, scored, update_of):
-    """The loss of GSPO, summed by hand; rows have moved by up to several times the range."""
+    """The loss of GSPO, summed by hand; rows have moved by up to several times the range.
+
+    Its KL is within the mean over responses of the means over their tokens.
+    """
     credited = credited_by("gspo", update_of)
     responses = update_of.responses
     logp, _ = scored
     delta = logp.astype(np.float64) - np.asarray(credited.fields["old_logp"])
-    terms, num_tokens, num_clipped = [], [], []
+    apart = np.asarray(credited.fields["ref_logp"]) - logp.astype(np.float64)
+    terms, kls, num_tokens, num_clipped = [], [], [], []
     for prompt, row in np.ndindex(4, 3):
         mask = np.asarray(responses.is_valid[prompt, row])
         s = np.exp(delta[prompt, row][mask].mean())
-        A = credited.fields["token_advantage"][prompt, row].sum()
+        A = credited.fields["token_advantage"][prompt, row, 0]
+        d = apart[prompt, row][mask]
+        kls.append((np.exp(d) - d - 1).mean())
         terms.append(min(s * A, np.clip(s, 0.8, 1.28) * A))
         num_tokens.append(mask.sum() * (A != 0))
         num_clipped.append(num_tokens[-1] * (s > 1.28 if A > 0 else s < 0.8))
     batch = credited.batch(LAYOUTS["packed"])
     _, metrics = step(init_state(params, SGD), batch, 2, sequence=True)
     np.testing.assert_allclose(metrics["policy_loss"], -np.mean(terms), rtol=1e-4)
+    kl = (metrics["loss"] - metrics["policy_loss"]) / 0.1
+    np.testing.assert_allclose(kl, np.mean(kls), rtol=1e-3)
+    assert metrics["kl_ref"] != pytest.approx(np.mean(kls), rel=0.01)  # the mean over tokens
     np.testing.assert_allclose(metrics["clip_rate"], sum(num_clipped) / sum(num_tokens), rtol=1e-5)
     assert 0 < sum(num_clipped) < sum(num_tokens)
 
@@ -229,6 +240,17 @@ def test_an_update_that_is_not_finite_leaves_the_state_bit_for_bit(params, batch
     assert not np.isfinite(metrics["grad_norm"])
     assert metrics[BROKEN_GRADIENTS].all()
     assert len(metrics[BROKEN_GRADIENTS]) == len(jax.tree.leaves(params))
+
+
+def test_an_update_without_a_response_leaves_the_state_bit_for_bit(params, batch, updated):
+    """After another update, so that moments and weight decay would move it."""
+    state, _ = updated(init_state(params, ADAMW))
+    rows = batch.rows.replace(predictor=np.full_like(batch.rows.predictor, -1))
+    nothing = jax.tree.map(np.zeros_like, batch).replace(rows=rows)
+    kept, metrics = updated(state, nothing)
+    jax.tree.map(np.testing.assert_array_equal, kept, state)
+    assert metrics[IS_EMPTY] and not metrics["grad_norm"]
+    assert not metrics[BROKEN_GRADIENTS].any()
 
 
 def test_frozen_parameters_stay_and_have_no_state(params, updated, whole):

@@ -127,6 +127,18 @@ def test_a_reflected_failure_may_take_the_place_of_the_original():
         chex.assert_trees_all_equal(A, by_default)
 
 
+def test_a_failure_with_more_reward_than_the_anchor_is_no_negative():
+    """The only success is malformed; near misses have partial credit. Also if one is reflected."""
+    near = [0.9, 0.905, 0.9, 0.4]
+    is_right = [1, 0, 0, 0]
+    subgroup = subgroup_of(4, 0, [1, 2, 3], 3)
+    A = advantages(near, subgroup, acc=[*is_right, 0])
+    np.testing.assert_allclose(A, [2, 0, 0, -1, 0], rtol=1e-5)  # S = {0.9, 0.4}, K_S = 1
+    assert advantages(near, subgroup_of(4, 0, [1, 2], 1), acc=[*is_right, 0]).tolist() == [0] * 5
+    reflected = {"reflected": 0.95, "acc": [*is_right, 0]}
+    assert advantages(near, subgroup, **reflected).tolist() == A.tolist()
+
+
 def test_reflection_with_partial_credit_takes_no_part():
     subgroup = subgroup_of(4, 0, [1, 2, 3], 1)
     without = advantages([1, 0, 0, 0], subgroup)
@@ -316,10 +328,10 @@ def test_baselines_ignore_order_and_compilation_and_give_equal_rewards_nothing(b
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_overlong_penalty_grows_over_the_cache_alone(jit):
-    """L_max = 20 and L_cache = 4 tokens: from 16 on, a quarter for each token."""
+    """L_max = 20 and L_cache = 4 tokens: from 16 on, an eighth for each token."""
     penalty = functools.partial(overlong_penalty, max_tokens=20, cache_tokens=4)
     lengths = jnp.array([0, 1, 16, 17, 18, 19, 20, 25])
-    expected = [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]
+    expected = [0, 0, 0, -0.125, -0.25, -0.375, -0.5, -0.5]
     np.testing.assert_allclose((jax.jit(penalty) if jit else penalty)(lengths), expected)
     none = overlong_penalty(lengths, max_tokens=20, cache_tokens=0)
     assert none.tolist() == [0] * 8

@@ -331,9 +331,8 @@ def test_grpo_is_the_sequence_mean_of_token_means():
     np.testing.assert_allclose(out.advantage[0], np.array([3, -1, -1, -1]) / 3**0.5, rtol=1e-4)
     np.testing.assert_allclose(out.advantage[1], [1, 1, -1, -1], rtol=1e-4)
     np.testing.assert_array_equal(out.advantage[2], 0)
-    np.testing.assert_allclose(out.token_advantage.sum(-1), out.advantage, rtol=1e-5)
-    np.testing.assert_allclose(out.token_advantage[0, 0, :2], 3**0.5 / 2, rtol=1e-4)
-    np.testing.assert_array_equal(out.row_weight, np.full((3, 4), 0.25))
+    np.testing.assert_array_equal(out.token_advantage, out.advantage[..., None] * rollouts.is_valid)
+    np.testing.assert_allclose(out.row_weight, np.tile([1 / 8, 1 / 24, 1 / 12, 1 / 24], (3, 1)))
     np.testing.assert_array_equal(out.prompt_weight, 1)
     np.testing.assert_array_equal(out.is_trained, rollouts.is_valid)
     # The sample's σ of 1, 0, 0, 0 is 1/2.
@@ -406,10 +405,10 @@ def test_dapo_drops_by_correctness_and_not_by_reward():
 
 
 def test_dapo_punishes_the_last_tokens_of_the_budget():
-    """Of 8 tokens the last 4: a row of 6 loses a half; lengths are 2, 6, 3, 6."""
+    """Of 8 tokens the last 4: a row of 6 loses a quarter; lengths are 2, 6, 3, 6."""
     rollouts, scores = uneven()
     out = credit.dapo_credit(rollouts, scores, **DAPO | {"cache_tokens": 4})
-    reward = np.array([1, 0.1 - 0.5, 0.1, 0.1 - 0.5])
+    reward = np.array([1, 0.1 - 0.25, 0.1, 0.1 - 0.25])
     expected = (reward - reward.mean()) / reward.std()
     np.testing.assert_allclose(out.advantage[0], expected, rtol=1e-5)
 

@@ -203,8 +203,8 @@ def test_dapo_counts_what_was_drawn_kept_and_missing_and_what_length_cost():
         "dynamic/kept_rate": 0.6,
         "dynamic/missing": 1,
         "dynamic/unused": 1,
-        # Rows of three tokens lose a half, the one of two nothing.
-        "overlong_penalty": pytest.approx(-0.45),
+        # Rows of three tokens lose a quarter, the one of two nothing.
+        "overlong_penalty": pytest.approx(-0.225),
     }
 
 

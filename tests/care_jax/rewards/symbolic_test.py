@@ -186,8 +186,19 @@ def test_a_stuck_worker_is_killed_at_the_deadline_and_replaced(pool):
     assert not is_alive(stuck)
     wait_for_worker(pool, 20.0)
     assert pool.ask([program("pass # next")]) == [EQUAL]
-    assert pool.ask([question]) == ["timeout"]  # not tried again
+    assert pool.ask([question]) == [EQUAL]  # tried again
     assert pool.counts["timeouts"] == 1
+
+
+def test_a_second_timeout_is_believed(pool):
+    stuck = program("time.sleep(60)")
+    for _ in range(2):
+        wait_for_worker(pool, 0.3)
+        assert pool.ask([stuck]) == ["timeout"]
+        wait_for_worker(pool, 20.0)
+        assert pool.ask([program("pass")]) == [EQUAL]
+    calls = pool.counts["symbolic_calls"]
+    assert pool.ask([stuck]) == ["timeout"] and pool.counts["symbolic_calls"] == calls
 
 
 def test_a_reply_that_comes_too_late_answers_no_later_question(pool):

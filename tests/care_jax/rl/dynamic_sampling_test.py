@@ -136,8 +136,11 @@ class DynamicScript:
     def __init__(self, responses, dies_at=None):
         self.responses, self.dies_at = responses, dies_at
         self.number_of = {
-            str(jax.random.key_data(jax.random.fold_in(jax.random.key(3), number))): number
-            for number in range(STEPS * MAX_TRIES)
+            str(jax.random.key_data(jax.random.fold_in(jax.random.key(3), step + draw * 2**24))): (
+                step + draw * STEPS
+            )
+            for step in range(STEPS)
+            for draw in range(MAX_TRIES)
         }
         self.numbers, self.prompts, self.updated = [], {}, []
 
@@ -184,7 +187,7 @@ def filled(run_loop):
 
 
 def test_a_step_draws_until_it_is_full_of_mixed_groups_or_out_of_tries(filled):
-    """Batch s + t * STEPS of the stream is draw t of step s: no two draws share a prompt or key."""
+    """Draw t of step s is number s + t * STEPS here; no two draws share a prompt or key."""
     script, _, metrics = filled
     assert script.numbers == [0, 4, 8, 1, 2, 6, 3, 7, 11, 15]
     drawn = [str(prompt) for number in range(4) for prompt in script.prompts[number]]

@@ -4,9 +4,11 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import mathvision
@@ -346,10 +348,26 @@ def test_samples_of_another_benchmark_are_not_believed(benchmark_run, release, a
     assert [call["asked"] for call in asked[1]] == [[*range(5)]] * 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_checksum_of_weights_sees_an_update_and_not_the_mesh(dtype):
+    """The update is smaller than the last bit of a sum of the weights, or of their magnitudes."""
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(256, 1024)), dtype)
+    before = answering._checksum(weights)
+    after = weights.at[3, 5].set(jnp.nextafter(weights[3, 5], jnp.asarray(9, dtype)))
+    assert answering._checksum(after) != before
+    flipped = weights.at[3, 5].multiply(-1)
+    assert answering._checksum(flipped) != before != answering._checksum(weights[::-1])
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    sharded = jax.device_put(weights, NamedSharding(mesh, PartitionSpec("a", "b")))
+    assert jax.jit(answering._checksum)(sharded) == before
+
+
 @pytest.mark.parametrize(
     ("weights", "changes"),
     [
         ({"w": jnp.arange(3.0) + 1e-4}, {}),
+        ({"w": jnp.arange(3.0)[::-1]}, {}),
         (PARAMS, {"data.instruction": "Think."}),
         (PARAMS, {"model.compute_dtype": "bfloat16"}),
     ],
