@@ -22,6 +22,7 @@ _PUNCTUATION = ",.!?;:'"
 _MARKER = "Answer:"
 _MIN_WORDS = 6  # of a response that is searched for the texts of the options
 _LONE_LETTER = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+_TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)(?=\{)")
 
 
 def parse_letter(answer: str, options: Sequence[str], *, has_marker: bool) -> str:
@@ -47,8 +48,14 @@ def parse_letter(answer: str, options: Sequence[str], *, has_marker: bool) -> st
     box = response.last_box(text)
     if box is not None and box != text and len(box) <= notation.MAX_CHARS:
         return parse_letter(box, options, has_marker=has_marker)
-    lone = _LONE_LETTER.fullmatch(text)
-    return lone.group(1).upper() if lone and lone.group(1).upper() in letters else ""
+    lone = lone_letter(text)
+    return lone if lone and lone in letters else ""
+
+
+def lone_letter(text: str) -> str:
+    """The one letter of a text of punctuation and LaTeX's text commands, as a capital; else ""."""
+    match = _LONE_LETTER.fullmatch(_TEXT_COMMAND.sub("", text))
+    return match.group(1).upper() if match else ""
 
 
 def _plain(text: str) -> str:

@@ -24,10 +24,12 @@ _OPTION = re.compile(r"(?:^|(?<=[\s.,;)]))(?:\(([A-H])\)|([A-H])\s*[:：.．、)
 
 def parse(answer: str, row: dict[str, Any]) -> str | None:
     """The letter an answer names, or the text of a free answer; None if there is neither."""
-    options = read_choices(row)
-    if options and (letter := letters.parse_letter(answer, options, has_marker=True)):
-        return letter
     text, is_span = response.span_of(answer)
+    options = read_choices(row)
+    # The span is the answer as a whole, of which the rules for responses would take a part.
+    letter = "" if is_span else letters.parse_letter(answer, options, has_marker=True)
+    if options and letter:
+        return letter
     text = text if is_span else extract_answer(text)
     box = response.last_box(text)
     return (text if box is None else box) or None

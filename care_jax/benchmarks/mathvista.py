@@ -96,19 +96,23 @@ def _parse_choice(text: str, choices: tuple[str, ...]) -> str | None:
     text = text.strip()
     bracketed = _BRACKETED.findall(text)
     text = bracketed[0].upper() if bracketed else text
-    return choices[named.index(text)] if text in named else nearest(text, choices)
+    if (lone := letters.lone_letter(text)) and lone in named:
+        return choices[named.index(lone)]
+    found = nearest(text, choices)
+    # The published code takes the shortest option where nothing is in common.
+    return found if edit_distance(text, found) < max(len(text), len(found)) else None
 
 
-def _settled(text: str, choices: tuple[str, ...], letters: str) -> str | None:
+def _settled(text: str, choices: tuple[str, ...], named: str) -> str | None:
     """The letter or option after the last "answer is" of a response, or its last "(A)"."""
     for phrase in reversed(_PHRASE.findall(text)):
         plain = phrase.strip(" .*\"'`$").casefold()
         for choice in choices:
             if plain == choice.strip().casefold():
                 return choice
-        if (match := _LETTER.match(phrase)) and match.group(1) in letters:
+        if (match := _LETTER.match(phrase)) and match.group(1) in named:
             return match.group(1)
-    bracketed = [letter for letter in _BRACKETED.findall(text) if letter.upper() in letters]
+    bracketed = [letter for letter in _BRACKETED.findall(text) if letter.upper() in named]
     return bracketed[-1].upper() if bracketed else None
 
 

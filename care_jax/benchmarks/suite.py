@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from care_jax.batch import Example, Unusable
 from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
@@ -118,6 +118,11 @@ class Benchmark(Sequence[Example]):
             extra=self.rows[index],
         )
 
+    def fingerprint(self) -> list[tuple[str, str, str]]:
+        """What tells these rows from others: the id, question and gold answer of each."""
+        texts = (str(row.get("question")) for row in self.rows)
+        return list(zip(self.ids, texts, map(gold_of, self.rows), strict=True))
+
     def questions(self, judge: Judge | None) -> Questions:
         """The questions and their scoring, by rules and an optional judge."""
         judged = functools.partial(self.judged, judge=judge)
@@ -194,7 +199,8 @@ class Benchmark(Sequence[Example]):
                 "the release again"
             )
         with image:
-            return image.convert("RGB")  # as the official harness does
+            # As the official harness does, whose library turns images by their EXIF tag.
+            return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def _with_verdicts(sample: Sample, judge: str, words: list[bool | None]) -> Sample:

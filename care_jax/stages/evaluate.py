@@ -187,9 +187,15 @@ class Evaluator:
         results: dict[str, Any] = {"benchmarks": {}}
         for benchmark in self._benchmarks:
             path = folder / f"samples_{benchmark.name}.jsonl"
-            digest = _digest(settings | {"benchmark": benchmark.name})
+            of = {"benchmark": benchmark.name, "rows": _digest(benchmark.fingerprint())}
+            digest = _digest(settings | of)
             questions = benchmark.questions(judge)
             samples = _answer(self._run, decode, questions, path, digest, benchmark.name)
+            if lost := sum(sample["is_dropped"] for sample in samples):
+                print_line(
+                    f"{lost} of {len(samples)} prompts of {benchmark.name} fit no bucket of "
+                    "data.buckets and count as wrong; add a larger bucket or lower data.max_pixels"
+                )
             results["benchmarks"][benchmark.name] = scoreboard.score(samples, benchmark.categories)
         results["macro"] = scoreboard.macro_average(results["benchmarks"])
         results["settings"] = settings

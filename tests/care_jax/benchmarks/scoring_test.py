@@ -147,10 +147,21 @@ def test_mathvista_chooses_the_option_nearest_in_edit_distance():
     row = VISTA_CHOICE | {"choices": ["larger than", "equal to", "smaller than"]}
     assert mathvista.parse("is equal", row) == "equal to"
     assert mathvista.parse("tall", row) == "equal to"
+    assert mathvista.parse("xyz", row) is None  # nothing in common with any
     assert mathvista.edit_distance("kitten", "sitting") == 3
     assert mathvista.nearest("x", ("ab", "cd")) == "ab"
     # A response that settles on nothing is no answer; the shortest option would be a guess.
     assert mathvista.parse("I looked at it for long.\n" * 20, row) is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["**C**", "$C$", "\\text{C}", "\\(\\mathrm{C}\\)", "C:", '"C"', "[C]", "c", "`C`", "(c)"],
+)
+def test_a_letter_alone_is_an_option_of_mathvista(answer):
+    """Of which the nearest in edit distance would be the shortest."""
+    row = VISTA_CHOICE | {"choices": ["5", "30 degrees", "45 degrees", "60 degrees"]}
+    assert mathvista.parse(f"<answer>{answer}</answer>", row) == "45 degrees"
 
 
 @pytest.mark.parametrize(
@@ -186,6 +197,15 @@ def test_free_answers_of_mathvision(gold, answer, is_right):
 def test_free_answers_of_mathverse(gold, answer, is_right):
     row = {"question_type": "free-form", "question_for_eval": "Find it.", "answer": gold}
     assert mathverse.is_correct(answer, row) == is_right
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_right"),
+    [("B", True), ("(B)", True), ("45 cm", True), ("B: 45 cm", True), ("A or B", False)],
+)
+def test_an_answer_span_of_mathverse_is_read_whole(answer, is_right):
+    """The published judge wants the answer, where rules for responses take the last letter."""
+    assert mathverse.is_correct(f"<answer>{answer}</answer>", VERSE_CHOICE) == is_right
 
 
 def test_options_of_mathverse_stand_in_the_question():

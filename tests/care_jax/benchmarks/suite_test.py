@@ -220,6 +220,17 @@ def test_incomplete_release_is_refused(tmp_path, name, text, message):
         _ = Benchmark(name, tmp_path)[0]
 
 
+def test_an_image_is_turned_as_its_exif_tag_says(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (4, 2)).save(tmp_path / "images" / "1.jpg", exif=exif)
+    row = {"id": "1", "question": "?", "image": "images/1.jpg", "answer": "1", "options": []}
+    (tmp_path / "testmini.jsonl").write_text(json.dumps(row) + "\n")
+    (example,) = Benchmark("mathvision_testmini", tmp_path)
+    assert [image.size for image in example.images] == [(2, 4)]
+
+
 def test_real_figures_are_read():
     if not MATHVISION_MINI.exists():
         pytest.skip(f"{MATHVISION_MINI.name} is not beside this checkout")

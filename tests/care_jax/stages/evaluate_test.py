@@ -396,13 +396,25 @@ def test_benchmarks_count_the_mean_of_a_rows_samples(benchmark_run, asked):
     assert asked[1][0]["asked"] == list(range(5))
 
 
-def test_a_prompt_that_fits_no_bucket_counts_as_wrong(benchmark_run, release, asked):
+def test_samples_of_other_rows_are_not_believed(benchmark_run, release, asked):
+    """A release may be downloaded in parts, or replaced by another split."""
+    benchmarked(benchmark_run())
+    first, *rest = release.read_text().splitlines(keepends=True)
+    release.write_text("".join(rest))
+    benchmarked(benchmark_run())
+    release.write_text("".join([first.replace("?", "!"), *rest]))
+    benchmarked(benchmark_run())
+    assert [call["asked"] for call in asked[1]] == [[*range(n)] for n in (5, 4, 5)]
+
+
+def test_a_prompt_that_fits_no_bucket_counts_as_wrong(benchmark_run, release, asked, capsys):
     row = {"id": 9, "question": "1?" + " 1" * 300, "answer": "0", "subject": "c"}
     release.write_text(json.dumps(row) + "\n" + release.read_text())
     run = benchmark_run()
     metrics = benchmarked(run)
     assert metrics["mean/acc"] == pytest.approx(3 / 6)
     assert [sample["is_dropped"] for sample in samples_of(run)] == [True] + [False] * 5
+    assert "1 of 6 prompts of mathvision_testmini fit no bucket" in capsys.readouterr().out
 
 
 def test_the_judge_is_asked_about_wrong_free_answers_alone(benchmark_run, asked):
