@@ -43,7 +43,6 @@ Partition = Callable[[Params], tuple[Params, Params]]
 Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 # Metric with `skip_nonfinite`: for each of L trained tensors, whether its gradient is not finite.
 BROKEN_GRADIENTS = "broken_gradients"
-IS_EMPTY = "is_empty"  # metric: the batch has no response, so the update left the state unchanged
 
 
 @flax.struct.dataclass
@@ -215,9 +214,6 @@ def update(
     Returns:
         the new state, the metrics, and the values of all rows, [B, ...]; 0 in empty microbatches.
 
-    A batch without a response leaves the state unchanged: the optimizer's moments and the weight
-    decay would move it. Its metrics are 0, but for `IS_EMPTY`.
-
     Gradients are taken, summed and applied in float32, whatever dtype the state is stored in. For
     this, the trained parameters that are bfloat16 are copied to float32, 4 bytes each.
     """
@@ -227,7 +223,6 @@ def update(
         lambda trained, batch: loss_fn(combine(trained, frozen), batch), has_aux=True
     )
     microbatches = split_batch(batch, microbatch_size)
-    num_used = num_microbatches(microbatches)
 
     def compute(microbatch):
         (loss, (ratios, values)), grads = value_and_grad(wide, microbatch)
@@ -241,28 +236,32 @@ def update(
     shapes, row_shapes = jax.eval_shape(lambda x: compute(microbatch_at(x, 0)), microbatches)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     carry = zeros, _empty_microbatches(row_shapes, microbatches)
-    carry = jax.lax.fori_loop(0, num_used, add, carry)
+    carry = jax.lax.fori_loop(0, num_microbatches(microbatches), add, carry)
     (loss, ratios, grads), rows = carry
 
     moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # may be in host memory
     updates, opt_state = optimizer.update(grads, widen(moments), wide)
     updated = optax.apply_updates(wide, updates), opt_state
     rng = jax.random.fold_in(jax.random.key(0), state.step)
-    new = *round_like(updated, (trained, moments), rng), state.step + 1
+    before = trained
+    trained, opt_state = round_like(updated, (trained, moments), rng)
     metrics = {
         name: numerator / jnp.maximum(denominator, 1e-9)
         for name, (numerator, denominator) in ratios.items()
     }
-    is_applied = num_used > 0
-    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads), IS_EMPTY: ~is_applied}
+    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+    done = state.step + 1
     if skip_nonfinite:
         # optax.apply_if_finite changes the layout of checkpoints, and finally applies bad updates.
-        is_applied &= jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        (trained, opt_state, done) = jax.tree.map(
+            lambda new, old: jnp.where(is_finite, new, old),
+            (trained, opt_state, done),
+            (before, moments, state.step),
+        )
         broken = [~jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(grads)]
         metrics[BROKEN_GRADIENTS] = jnp.stack(broken)
-    old = trained, moments, state.step
-    trained, opt_state, step = jax.tree.map(lambda a, b: jnp.where(is_applied, a, b), new, old)
-    return TrainState(combine(trained, frozen), opt_state, step), metrics, _join(rows)
+    return TrainState(combine(trained, frozen), opt_state, done), metrics, _join(rows)
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Batch:

@@ -50,6 +50,11 @@ class RowPlan:
     computed_patches: int
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no process has a tree."""
+        return not self.real_tokens
+
+    @property
     def trees(self) -> list[int]:
         """The trees in these rows."""
         return sorted({part.tree for row in self.rows for part in row})

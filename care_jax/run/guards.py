@@ -30,7 +30,7 @@ import numpy as np
 
 from care_jax.batch import Example, ImitationBatch, TrainBatch
 from care_jax.devices import distributed, sharding
-from care_jax.learning.train_step import BROKEN_GRADIENTS, IS_EMPTY, TrainState
+from care_jax.learning.train_step import BROKEN_GRADIENTS, TrainState
 from care_jax.report.metrics import check_finite
 from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.run import Run
@@ -212,20 +212,14 @@ class SkippedUpdates:
     def applied(
         self, step: int, metrics: Mapping[str, Any], batch_of: Callable[[int], UpdateBatch]
     ) -> dict[str, float]:
-        """The metrics of an update that was applied; {} if it was skipped, or its batch empty.
+        """The metrics of an update that was applied; {} if it was skipped.
 
         `metrics` are on the host; `batch_of` gives the `UpdateBatch` of a step.
 
         Raises:
             FloatingPointError: a broken update was not skipped, or too many in a row were.
         """
-        if metrics.get(IS_EMPTY):
-            return {}
-        scalars = {
-            name: float(x)
-            for name, x in metrics.items()
-            if name not in (BROKEN_GRADIENTS, IS_EMPTY)
-        }
+        scalars = {name: float(x) for name, x in metrics.items() if name != BROKEN_GRADIENTS}
         is_broken = not all(map(math.isfinite, scalars.values()))
         if is_broken and self._skips(scalars):
             return {}

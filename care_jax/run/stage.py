@@ -156,8 +156,15 @@ class Stage:
         self._last = step, made_of
         self._unread.append((step, metrics, None if self.remake else made_of))
 
+    def not_updated(self, step: int) -> None:
+        """Records an update without a response, which must not be applied.
+
+        The optimizer's moments and the weight decay would move the parameters.
+        """
+        self._unread.append((step, None, None))
+
     def read(self, *, num_left: int = 0) -> list[dict[str, float]]:
-        """The metrics of each update since the last call; {} if it was skipped or empty.
+        """The metrics of each update since the last call; {} if it was skipped or not applied.
 
         The last `num_left` updates are left to the next call, so that devices may still run them.
         """
@@ -165,6 +172,9 @@ class Stage:
         unread, self._unread = self._unread[:stop], self._unread[stop:]
 
         def read(step: int, metrics: Any, made_of: UpdateBatch | None) -> dict[str, float]:
+            if metrics is None:
+                return {}
+
             def batch_of(step: int) -> UpdateBatch:
                 return made_of or self._made_of(step)
 

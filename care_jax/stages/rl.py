@@ -109,13 +109,16 @@ def train(
             for number, each in enumerate(zip(parts, scored, strict=True), 1):
                 show_part(f"update {number} of {num_updates}")
                 part, (batch, plan, on_devices) = each
+                plans.append(plan)
+                if plan.is_empty:
+                    stage.not_updated(step)
+                    continue
                 stage.state, metrics, logp = programs.update(stage.state, on_devices)
                 if number == 1:
                     log.first_update(batch, logp)
                 clock.watch(metrics)
                 batch = with_logprobs(batch, on_devices)
                 stage.updated(step, metrics, (batch, part.examples.tolist()))
-                plans.append(plan)
                 updates += stage.read(num_left=1)  # the devices run this one
 
             del each, on_devices

@@ -86,8 +86,11 @@ def train(
             batch, plan = packed_batch(run, index, imitated, prompts)
             placed = sharding.put_batch(batch, run.train_batch_sharding)
             stage.catch_up()  # after the work on the host that the devices need not wait for
-            stage.state, metrics = sft_step(stage.state, placed)
-            stage.updated(step, metrics, (batch, imitated))
+            if plan.is_empty:
+                stage.not_updated(step)
+            else:
+                stage.state, metrics = sft_step(stage.state, placed)
+                stage.updated(step, metrics, (batch, imitated))
             stage.finish(step, functools.partial(log, step, plan))
     return lora.merged(stage.state.params)
 

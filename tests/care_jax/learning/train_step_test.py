@@ -21,7 +21,6 @@ from care_jax.learning import optimizer
 from care_jax.learning.logprobs import ForwardOptions
 from care_jax.learning.train_step import (
     BROKEN_GRADIENTS,
-    IS_EMPTY,
     init_state,
     map_microbatches,
     split_batch,
@@ -61,8 +60,7 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(scored, update_of
     expected["rationale_share"] = credits[False] / (credits[False] + credits[True])
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
-    assert metrics.keys() == expected.keys() | {"grad_norm", IS_EMPTY}
-    assert not metrics[IS_EMPTY]
+    assert metrics.keys() == expected.keys() | {"grad_norm"}
     assert 0 < expected["rationale_share"] < 1
     assert 0 < expected["clip_rate_negative_answer"] != expected["clip_rate"] < 1
     assert state.step == 1
@@ -240,17 +238,6 @@ def test_an_update_that_is_not_finite_leaves_the_state_bit_for_bit(params, batch
     assert not np.isfinite(metrics["grad_norm"])
     assert metrics[BROKEN_GRADIENTS].all()
     assert len(metrics[BROKEN_GRADIENTS]) == len(jax.tree.leaves(params))
-
-
-def test_an_update_without_a_response_leaves_the_state_bit_for_bit(params, batch, updated):
-    """After another update, so that moments and weight decay would move it."""
-    state, _ = updated(init_state(params, ADAMW))
-    rows = batch.rows.replace(predictor=np.full_like(batch.rows.predictor, -1))
-    nothing = jax.tree.map(np.zeros_like, batch).replace(rows=rows)
-    kept, metrics = updated(state, nothing)
-    jax.tree.map(np.testing.assert_array_equal, kept, state)
-    assert metrics[IS_EMPTY] and not metrics["grad_norm"]
-    assert not metrics[BROKEN_GRADIENTS].any()
 
 
 def test_frozen_parameters_stay_and_have_no_state(params, updated, whole):

@@ -205,7 +205,7 @@ def test_updates_get_the_mixed_groups_with_their_prompts_and_nothing_else(filled
     script, _, _ = filled
     expected = [[(0, 0), (4, 1)], [(0, 2), (8, 0)]]  # number and place of the draws; 8, 1 is unused
     expected += [[(n, place) for place in half] for n in (1, 6) for half in ((0, 1), (2, 3))]
-    expected += [[(11, 2)], []]
+    expected += [[(11, 2)]]  # the other update of step 3 has no mixed group, and is left out
     assert script.updated == [
         {tuple(script.prompts[number][place]): {10 * number + place} for number, place in update}
         for update in expected

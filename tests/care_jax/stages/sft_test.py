@@ -206,6 +206,21 @@ def test_resumed_stage_does_what_the_unbroken_one_did(make_run, examples, script
     np.testing.assert_allclose(rates, [0.25, 0.5, 0.5])
 
 
+def test_a_step_without_a_response_updates_nothing(make_run, examples, scripted, monkeypatch):
+    """No row is long enough for the examples of step 1. Adam's moments would move the weights."""
+    _, seen = scripted
+    misfits = sft.misfits
+
+    def without_room(sizes, **row):
+        return dict.fromkeys(range(B), "") if len(seen) == 2 else misfits(sizes, **row)
+
+    monkeypatch.setattr(sft, "misfits", without_room)
+    run = make_run(SETTINGS)
+    state = sft.train(run, params(), examples * 3)
+    np.testing.assert_array_equal(state["text"]["w"], 2)
+    assert ["loss" in record for record in metrics_of(run)] == [True, False, True]
+
+
 def test_a_state_that_diverged_between_two_logged_steps_is_not_saved(
     make_run, examples, scripted, monkeypatch
 ):
