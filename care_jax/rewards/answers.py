@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from care_jax.rewards.equivalence import formulas, matrices, notation, quantities, relations
+from care_jax.rewards.equivalence import formulas, joined, matrices, notation, quantities, relations
 from care_jax.rewards.symbolic import Question, SymbolicPool
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -25,6 +25,7 @@ _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 _MAX_UNITS = 8  # at the end of an answer
 
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
+_NUMBERED = re.compile(r"(?:\(\d\) ?)+")
 _DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
 
 
@@ -95,6 +96,9 @@ def compare(
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different: empty"
+    if not choices and notation.is_letter(gold) and notation.names_letter(prediction):
+        letter = notation.choice_letter(prediction, len(_LETTERS))
+        return _outcome(letter == notation.choice_letter(gold, len(_LETTERS)), "option")
     if choices:
         return _compare_choice(prediction, gold, _clean_choices(tuple(choices)), same)
     return same(prediction, gold)
@@ -105,37 +109,80 @@ _clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
 
 
 @functools.lru_cache(maxsize=4096)
-def _clean_choices(choices: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The cleaned choices, and their lookup keys."""
-    cleaned = [notation.clean(choice) for choice in choices]
-    return cleaned, [notation.key(choice) for choice in cleaned]
+def _clean_choices(choices: tuple[str, ...]) -> _Choices:
+    texts = [notation.clean(choice) for choice in choices]
+    mentions = [(text.casefold(), i) for i, text in enumerate(texts)]
+    mentions = [each for each in mentions if len(each[0]) > 1 or each[0].isdigit()]
+    mentions.sort(key=lambda each: -len(each[0]))
+    return _Choices(texts, [notation.key(text) for text in texts], mentions)
 
 
-def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
+class _Choices(NamedTuple):
+    """Cleaned choices, their lookup keys, and those that are more than a letter, longest first."""
+
+    texts: list[str]
+    keys: list[str]
+    mentions: list[tuple[str, int]]
+
+
+def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
+    """The options that a text names, by their letters and texts; empty for any other text."""
+    for known, name in ((choices.texts, text), (choices.keys, notation.key(text))):
+        if known.count(name) == 1:  # options may differ in case alone
+            return {known.index(name)}
+    num_choices = len(choices.texts)
+    if len(text) == 1 and (index := _LETTERS.find(text.upper())) >= 0:
+        return {index} if index < num_choices else set()
+    if quantities.read_number(text):  # 5 A is in amperes
+        return set()
+    label, rest = notation.label(text)
+    named = set()
+    if label and (own := _LETTERS.index(label)) < num_choices:
+        if notation.key(rest) == choices.keys[own]:
+            return {own}
+        if quantities.read_number(rest):
+            numbers = (text if quantities.read_number(text) else "" for text in choices.texts)
+            named = _fitting_options(rest, numbers, same)
+        if own in named:
+            return {own}
+    # The texts of other options spoil a letter: `A or 15`.
+    for option, index in choices.mentions:
+        if option in text.casefold() and (rest := notation.without(text, option)) != text:
+            text = rest
+            named.add(index)
+    letter = notation.choice_letter(text, num_choices)
+    return {_LETTERS.index(letter), *named} if letter else set()
+
+
+def _fitting_options(text: str, choices: Iterable[str], same: Callable) -> set[int]:
+    """The options whose text, if not empty, a text equals by text rules."""
+    outcomes = (same(text, choice) if choice else "" for choice in choices)
+    return {i for i, each in enumerate(outcomes) if isinstance(each, str) and is_equal(each)}
+
+
+def _compare_choice(
+    prediction: str, gold: str, choices: _Choices, same: Callable[[str, str], str | Question]
+) -> str | Question:
     """Compares options; both sides may name one by its letter or its text."""
-    choices, texts = cleaned
-
-    def option(text: str) -> int:
-        if choices.count(text) == 1:  # options may differ in case alone
-            return choices.index(text)
-        if texts.count(notation.key(text)) == 1:
-            return texts.index(notation.key(text))
-        if quantities.read_number(text):  # 5 A is in amperes
-            return -1
-        letter = notation.choice_letter(text, len(choices))
-        return _LETTERS.index(letter) if letter else -1
-
-    gold_index, index = option(gold), option(prediction)
+    texts, keys, _ = choices
+    named, gold_named = (_named_options(text, choices, same) for text in (prediction, gold))
+    if len(named) > 1:
+        return "different: several options"
+    index, gold_index = (each.pop() if len(each) == 1 else -1 for each in (named, gold_named))
     if gold_index >= 0 and index >= 0:
         return _outcome(index == gold_index, "option")
-    if gold_index < 0 and len(letters := notation.choice_letters(gold, len(choices))) > 1:
-        same_letters = notation.choice_letters(prediction, len(choices)) == letters
+    if gold_index < 0 and len(letters := notation.choice_letters(gold, len(texts))) > 1:
+        same_letters = notation.choice_letters(prediction, len(texts)) == letters
         return _outcome(same_letters, "set of options")
     if gold_index >= 0:
-        if notation.key(choices[gold_index]) == _LETTERS[gold_index].lower():
+        if keys[gold_index] == _LETTERS[gold_index].lower():
             return "different: no option"  # options shown as pictures have no text to compare
-        return same(prediction, choices[gold_index])
-    return same(choices[index] if index >= 0 else prediction, gold)
+        outcome = same(prediction, texts[gold_index])
+        if isinstance(outcome, Question) or not is_equal(outcome):
+            return outcome
+        is_only = _fitting_options(prediction, texts, same) == {gold_index}  # 5 fits 5 cm and 5 m
+        return outcome if is_only else "different: several options"
+    return same(texts[index] if index >= 0 else prediction, gold)
 
 
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Question:
@@ -169,10 +216,12 @@ def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
     """The question for computer algebra, or the outcome if none is needed."""
     if not _are_mathematics(prediction, gold):
         return "different: other words"
-    if any(clock and clock.is_certain for clock in map(quantities.read_clock, (prediction, gold))):
+    if any(clock and clock.is_certain for clock in map(joined.read_clock, (prediction, gold))):
         return "different: another time"
     if refusal := formulas.refusal(prediction, gold):
         return f"refused: {refusal}"
+    if all(map(_NUMBERED.fullmatch, (prediction, gold))):
+        return "different: other numbers"  # `(1)(3)` names two statements
     if regions := _certain(relations.read_region, prediction, gold):
         prediction, gold = (region.latex() for region in regions)
     elif pair := matrices.read_pair(prediction, gold):
@@ -181,15 +230,37 @@ def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
         notation.has_relation(gold) or re.search(r"[\[(].*,.*[\])]", gold)
     ):
         return "different: a relation, no value"  # such as `\neq 7` or `> 6`
+    if _several_values(prediction, gold) or _several_values(gold, prediction):
+        return "different: another number of values"
+    (name, value), (_, gold_value) = map(notation.split_assignment, (prediction, gold))
+    has_marks = any(mark in prediction + gold for mark in "'^")
+    if has_marks and notation.marked(value) != notation.marked(gold_value):
+        return "different: other primes"  # computer algebra ignores them
+    listed = notation.split_list(prediction) if "=" in prediction else None
     if "=" not in gold:
-        _, prediction = notation.split_assignment(prediction)
-        if "=" in prediction and notation.split_list(prediction) is None:
-            return "different: an equation, no value"  # in `9 = 7` neither side is the answer
+        items = listed[1] if listed and not listed[0] else [prediction]
+        prediction = ", ".join(notation.split_assignment(item)[1] for item in items)
+    elif name and not listed and prediction.count("=") > gold.count("="):
+        prediction = f"{name} = {value}"
+    if prediction.count("=") > gold.count("=") and not listed:
+        return "different: an equation, no value"  # in `9 = 7` neither side is the answer
     return Question(
         gold=formulas.as_latex(gold),
         prediction=formulas.as_latex(prediction),
         num_decimals=_NUM_DECIMALS if limits.num_decimals is None else limits.num_decimals,
         tolerance=limits.tolerance,
+    )
+
+
+def _several_values(text: str, other: str) -> bool:
+    """Whether a text assigns several values, `x = 1, x = 2`, and the other has a single one.
+
+    Computer algebra would take the last of them.
+    """
+    listed = notation.split_list(text) if "=" in text else None
+    is_several = listed is not None and not listed[0]
+    return is_several and not (
+        notation.split_list(other) or notation.has_relation(text + other) or "\\pm" in text + other
     )
 
 
@@ -221,8 +292,10 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
         return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
     if notation.key(prediction) == notation.key(gold):  # after numbers, as mW is not MW
         return True, "text"
-    if clocks := _certain(quantities.read_clock, *texts):
+    if clocks := _certain(joined.read_clock, *texts):
         return clocks[0].seconds == clocks[1].seconds, "time"
+    if not any(numbers) and (is_same := joined.same_joined(*texts)) is not None:
+        return is_same, "range, ratio or date"
     if regions := _certain(relations.read_region, *texts):
         return _compare_regions(regions[0], regions[1], limits), "set"
     if pair := matrices.read_pair(prediction, gold):
@@ -292,11 +365,13 @@ def _compare_lists(
     # `x = 1, y = 2` has the order of its names for `1, 2`; between two such lists the names decide.
     is_named, is_gold_named = (_names_differ(given) for given in (items, gold_items))
     is_unordered = {brackets, gold_brackets} <= {"", "{}"} and is_named == is_gold_named
-    if is_unordered:
-        items, gold_items = (
+    if is_unordered and "{}" in (brackets, gold_brackets):
+        items, gold_items = (  # a set has each of its members once
             list({notation.key(item): item for item in given}.values())
             for given in (items, gold_items)
         )
+    if brackets != gold_brackets and {brackets, gold_brackets} & {"[)", "(]"}:
+        return False  # a half-open interval is no list
     if len(items) != len(gold_items):
         # `\pm` makes one item two values; `p = 5, q = 2; p = 7, q = 2` may equal two (p, q) pairs.
         is_open = any("\\pm" in item or item.startswith("(") for item in items + gold_items)

@@ -31,7 +31,8 @@ _LETTER = re.compile(
     r"|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|omega)(?![a-z])"
 )
 _COEFFICIENT = re.compile(r"(?<=\d)[a-z]{3,4}(?![a-zA-Z])")
-_TWO_NUMBERS = re.compile(r"(?<!_)\d \d")
+# Two numbers, an outline number such as 1.0.25, and a Roman numeral such as II.
+_NO_FORMULA = re.compile(r"(?<!_)\d \d|\d\.\d+\.\d|II")
 _FIRST_CJK = "\u2e80"
 _FIGURE = re.compile(r"(?:(?:m ?(?=\\?angle))?\\?(angle|triangle|square) ?)?\{? ?([A-Z]{3,4}) ?\}?")
 
@@ -40,6 +41,7 @@ _PLAIN_NAME = re.compile(
 )
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")
 _ROOT_OF_BRACKET = re.compile(r"(\\sqrt(?:\[\w\])?) ?\(")
+_INDEXED = re.compile(r"(?<![\\a-zA-Z^_])([a-zA-Z])(\d+)(?![\w.])")
 _POWER = re.compile(r"\^ ?(?:\(([^()]*)\)|(-?\d{2,}|-\w))")
 _BRACKETS_SIDE_BY_SIDE = re.compile(r"(?<=\)) ?(?=\()|(?<![\^_\d.])(\d+(?:\.\d+)?) ?(?=\()")
 _TRIGONOMETRIC = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)")
@@ -61,7 +63,7 @@ def is_mathematics(text: str, other: str) -> bool:
     A short word counts as a product of variables after a digit, or if the other text has its
     letters as variables.
     """
-    if any(c in text for c in '"`@#?…') or "__" in text or _TWO_NUMBERS.search(text):
+    if any(c in text for c in '"`@#?…') or "__" in text or _NO_FORMULA.search(text):
         return False
     if any(c >= _FIRST_CJK for c in text):
         return False
@@ -102,6 +104,7 @@ def as_latex(text: str) -> str:
         lambda m: f"{m.group(1)}\\sqrt{{{m.group(2)}}}" if m.group(2) else f"{m.group(1)}\\sqrt ",
         _PLAIN_NAME.sub(r"\1\\\2 ", text.replace("**", "^")),
     )
+    text = _INDEXED.sub(r"\1_{\2}", text)  # x2 is x_2, and not 2x
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)
     if _TRIGONOMETRIC.search(text):  # degrees are the unit of its argument

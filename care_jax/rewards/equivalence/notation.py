@@ -12,6 +12,8 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator
 
+from care_jax.rewards.equivalence import quantities
+
 MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
 _MAX_ITEMS = 64  # of a list
 
@@ -26,7 +28,7 @@ _SYMBOLS = {
     "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°": "^\\circ ", "∠": "\\angle ",
     "θ": "\\theta ", "。": ". ", "，": ", ", "：": ":", "；": "; ", "⩽": "\\le ", "⩾": "\\ge ",
     "⋅": "\\cdot ", "º": "^\\circ ", "˚": "^\\circ ", "△": "\\triangle ", "√": "\\sqrt",
-    "∛": "\\sqrt[3]", "∜": "\\sqrt[4]",
+    "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "′": "'", "″": "''", "‘": "'", "’": "'",
 }  # fmt: skip
 _TRANSLATION = {ord(key): value for key, value in _SYMBOLS.items()}
 
@@ -49,7 +51,7 @@ _BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 _INDEX = re.compile(r"(?<=[a-z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
 _PREFIX = re.compile(
-    r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: :)? | ?:(?: :)? ?))?",
+    r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: ?:)? | ?:(?: :)? ?))?",
     re.IGNORECASE,
 )
 # Decorations before and after an answer.
@@ -60,13 +62,14 @@ _OPENER = re.compile(
 _CLOSER = " .,;:\\•✓✔✅☑"
 _CLOSING_MARK = re.compile(r" ?\\(?:checkmark|qed)$|(?<=[a-zA-Z]{3})!+$")
 _MAX_DECORATIONS = 12
-_QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "`": "`", "*": "*", "_": "_", "«": "»",
+_QUOTES = {'"': '"', "'": "'", "“": "”", "`": "`", "*": "*", "_": "_", "«": "»",
            "【": "】", "「": "」", "{": "}"}  # fmt: skip
+_PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end alone is a prime
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
-    r"(?!.*(?:pi|pct|percent|answer|ans))[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
+    r"(?!.*(?:pi|pct|per ?cent|answer|ans))[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
 )
 
@@ -93,7 +96,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\!", ""),
     (r"!=", r"\\ne "),
     (r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?(?!\d)", r"\1"),  # delimiters of mathematics
-    (r"(?<!\\)\\[()\[\]]|^\*\*|\*\*$", ""),
+    (r"(?<!\\)\\[()\[\]]|^\*\*|\*\*(?=[ .,;:]*$)", ""),
     (r"\\\$ ?(?=\.?\d)", "$"),  # a price keeps its dollar sign
     (r"\\?\$(?!\.?\d)", ""),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
@@ -113,13 +116,14 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"(?<=[\d ])\{([a-zA-Z ]+)\}", r" \1 "),
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"\\frac ?(\d|\{[^{}]*\}) ?(\d|\{[^{}]*\})", _brace_fraction),
-    (r"\\sqrt ?(\d)", r"\\sqrt{\1}"),
+    (r"\\sqrt ?(\d|\\frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"_\{(\w)\}(?!\w)", r"_\1"),
     (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])", " degrees "),
-    (r"\\?%|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])", "%"),
+    (r"\\?%|(?<![a-zA-Z])(?:per ?cent(?:age points?)?|pct)(?![a-zA-Z])", "%"),
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     (r"\\varnothing", r"\\emptyset"),
+    (r"\^ ?\{?((?: ?\\prime(?![a-zA-Z]))+) ?\}?", lambda match: "'" * match.group().count("prime")),
 )
 
 
@@ -224,7 +228,9 @@ def closing(text: str, start: int, opening: str = "{") -> int:
 def key(text: str) -> str:
     """Comparison key: no case, spaces, dollar signs, outer quotes, brackets around a character."""
     # A space between two digits is kept: it separates two numbers.
-    text = _LOOSE_SPACE.sub("", text.casefold().replace("$", "")).strip("\"'“”`*")
+    text = _LOOSE_SPACE.sub("", text.casefold().replace("$", ""))
+    while len(text) > 2 and text[0] + text[-1] in _PAIRS:
+        text = text[1:-1]
     text = _INDEX.sub(r"\1\2", text) if "_" in text else text  # x_1 is x1, and CO_2 is CO2
     if len(text) == 3 and text[0] in "([" and text[2] in ")]":
         return text[1]
@@ -233,7 +239,10 @@ def key(text: str) -> str:
 
 _RELATION = re.compile(r"\\(?:lt|gt|leq?|geq?|neq?)(?![a-zA-Z])|[<>]|!=|\\(?:not|in)(?![a-zA-Z])")
 _SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
-_ARGUMENT = re.compile(r"(?<=[a-zA-Z])\([^()]*\)")
+_NEXT_NAME = re.compile(r" ?(?:\\\\| ) ?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?$")
+_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
+_MARKED = re.compile(r"([^\s'])('+|\^ ?(?:T(?![a-zA-Z])|\\top|\{ ?(?:T|\\top) ?\}))")
+_ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
 _PUNCTUATION = re.compile(r"\\[{}]|[()\[\]{},;]")
 _CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[\W_A-Z\d])")
 
@@ -248,6 +257,8 @@ def split_assignment(text: str) -> tuple[str, str]:
 
     In `exact \\approx rounded` the value is the exact side, or the rounded one if that is absent.
     """
+    if "=" not in text and "\\approx" not in text:
+        return "", text.strip()
     exact, _, rounded = text.partition("\\approx")
     exact = text if not rounded or has_relation(text) else exact
     parts = [part.strip() for part in (exact if exact.strip() else rounded).split("=")]
@@ -257,7 +268,28 @@ def split_assignment(text: str) -> tuple[str, str]:
         return parts[0], rounded.strip()
     if has_relation(text) or len(parts) == 1:
         return "", parts[0] if len(parts) == 1 else text
-    return (parts[0], parts[-1]) if _is_name(name) else ("", text)
+    is_chain = all(_continues(part, parts[-1]) for part in parts[1:-1])
+    return (parts[0], parts[-1]) if is_chain and _is_name(name) else ("", text)
+
+
+def _continues(part: str, value: str) -> bool:
+    """Whether `name = part = value` may hold: not in `x = 6 = 5` and `x = 6 y = 5`."""
+    number, last = quantities.read_number(part), quantities.read_number(value)
+    if number and last:  # 10/3 = 3.33 is rounded
+        return quantities.is_close(number, last, tolerance=0.005, num_decimals=None)
+    if number:
+        return bool(number.unit)  # as in 30^\circ = \frac{\pi}{6}
+    if not (name := _NEXT_NAME.search(part)):
+        return True
+    # In `6 y` and `6 cm BC` a name follows a value; `r^2 h` is a product.
+    before = part[: name.start()]
+    is_constant = before[-1:] in "0123456789})" and not _VARIABLE.search(before)
+    return not (is_constant or quantities.read_number(before))
+
+
+def marked(text: str) -> list[tuple[str, str]]:
+    """The symbols that have primes or are transposed, and these marks, in alphabetical order."""
+    return sorted((symbol, mark.strip("^{} ")) for symbol, mark in _MARKED.findall(text))
 
 
 def variable(name: str) -> str:
@@ -309,33 +341,75 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
 
 
 _LETTER = re.compile(r"(?:OPTION |CHOICE )?[(\[]?([A-Z])[)\]]?[.:)]?")
+_NAMES_LETTER = re.compile(
+    r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$"
+    r"|.*(?<![a-zA-Z])(?i:option|choice|answer) (?!\d)"
+)
 _LABELLED = re.compile(r"[(\[]?([A-Z]|[a-z](?=\W+ ))(?:[)\]][.:]?|[.:)])(?= ?\S)")
 # An A or I before a lower-case word, except a few such as "is", is an article or a pronoun.
 _STANDALONE = re.compile(
-    r"(?<![a-zA-Z\\'_])([B-HJ-Z]|[AI](?! (?!(?:and|or|is|because)\b)[a-z]))(?![a-zA-Z'_])"
+    r"(?<![a-zA-Z\d\\'_])([B-HJ-Z]|[AI](?! (?!(?:and|or|is|because)\b)(?-i:[a-z])))(?![a-zA-Z\d'_])"
 )
 _STANDALONE_IN_ANY_CASE = re.compile(_STANDALONE.pattern, re.IGNORECASE)
-_CLAUSE = re.compile(r"[.,;:。\n]")
+_BRACKETED = re.compile(r"[(\[]([a-zA-Z])[)\]]")
+_CLAUSE = re.compile(r"[.,;:?()。\n]|(?<![a-zA-Z])(?:so|because|since|as)(?![a-zA-Z])")
 _BETWEEN_LETTERS = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])|[ ,;&.()\[\]]")
-_NEGATION = re.compile(r"(?<![a-zA-Z])(?:not|non|no|isn't|can't|cannot)(?![a-zA-Z])|n't|不是")
+_NEGATION = re.compile(
+    r"(?<![a-zA-Z])(?:no[tnr]?|neither|never|cannot|without|but|except|exclud\w*|eliminat\w*|wrong"
+    r"|incorrect|false|untrue|unlikely|instead|rather|ruled? out)(?![a-zA-Z])|n't|不是",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(r"(?:(?<![a-zA-Z])(?:not|non)(?= )|不是) ?[A-Z](?![a-zA-Z]).*")
+_HEDGE = re.compile(
+    r"(?<![a-zA-Z])(?:or|either|maybe|perhaps|possibly|probably)(?![a-zA-Z])", re.IGNORECASE
+)
 
 
 def choice_letter(text: str, num_choices: int) -> str:
     """The single option letter that the text chooses; empty if it names none or several.
 
-    Negated letters do not count: "C, not A" and "it can't be A, so C" give C.
+    Clauses with a negation do not count: "C, not A" and "it can't be A, so C" give C, and "A is
+    wrong" nothing. A small letter chooses as a label alone, "b) 45", but makes "A and b" two.
     """
     text = text.strip()
-    allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
+    allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices])
     if match := _LETTER.fullmatch(text.upper()):
         return match.group(1) if match.group(1) in allowed else ""
-    if (match := _LABELLED.match(text)) and match.group(1).upper() in allowed:
-        standalone = _STANDALONE if match.group(1).isupper() else _STANDALONE_IN_ANY_CASE
-        others = standalone.findall(_affirmed(text[match.end() :]))
-        if not any(letter.upper() in allowed for letter in others):
-            return match.group(1).upper()
-    found = {letter for letter in _STANDALONE.findall(_affirmed(text)) if letter in allowed}
-    return found.pop() if len(found) == 1 else ""
+    clauses = _CLAUSE.split(_BRACKETED.sub(r" \1 ", text))
+    clauses = [_DENIED.sub("", clause) for clause in clauses]
+    affirmed = " . ".join(clause for clause in clauses if not _NEGATION.search(clause))
+    # "A? No" and "wrong: A" deny a letter outside of their clause.
+    is_denied = any(_NEGATION.fullmatch(clause.strip()) for clause in clauses)
+    if is_denied or _HEDGE.search(affirmed):
+        return ""
+    chosen = set(_STANDALONE.findall(affirmed))
+    if label := _LABELLED.match(text):
+        chosen.add(label.group(1).upper())
+    named = {letter.upper() for letter in _STANDALONE_IN_ANY_CASE.findall(affirmed)} & allowed
+    return named.pop() if len(named) == 1 and named <= chosen else ""
+
+
+def without(text: str, option: str) -> str:
+    """The text without the text of an option, wherever that stands apart from other words."""
+    pattern = rf"(?<![\w.])(?<!\d/){re.escape(option)}(?![\w%]|\.\d)"
+    return re.sub(pattern, " ", text, flags=re.IGNORECASE)
+
+
+def is_letter(text: str) -> bool:
+    """Whether a text is one capital letter, which may name an option that is not known."""
+    letter = text.strip("()[]")
+    return len(letter) == 1 and "A" <= letter <= "Z"
+
+
+def names_letter(text: str) -> bool:
+    """Whether a text is like `A. 15`, `option A` or `B = A`, which have no value but a letter."""
+    return _NAMES_LETTER.match(text) is not None
+
+
+def label(text: str) -> tuple[str, str]:
+    """The letter and the rest of `b) 45`; ("", text) for other texts."""
+    match = _LABELLED.match(text)
+    return (match.group(1).upper(), text[match.end() :].strip()) if match else ("", text)
 
 
 def choice_letters(text: str, num_choices: int) -> frozenset[str]:
@@ -344,11 +418,6 @@ def choice_letters(text: str, num_choices: int) -> frozenset[str]:
     allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
     is_choice = len(set(letters)) == len(letters) and all(letter in allowed for letter in letters)
     return frozenset(letters if is_choice else "")
-
-
-def _affirmed(text: str) -> str:
-    """The text without the part of each clause that follows a negation."""
-    return " . ".join(_NEGATION.split(clause, maxsplit=1)[0] for clause in _CLAUSE.split(text))
 
 
 _PHRASE = re.compile(
@@ -367,11 +436,31 @@ _VALUE = re.compile(
 _TAIL = 8000  # characters at the end of a text that are searched for its answer
 _NEAR = 15  # at most this many characters between "the answer is" and the answer
 _COPULA = re.compile(r"(?<!\w)(?:is|est)(?!\w)|[=是为]")
+_JOIN = re.compile(
+    r" ?(?:[-–/:]| to |,|,? ?(?<![a-zA-Z])(?:and|or|but)(?![a-zA-Z])(?: not(?![a-zA-Z]))?) ?"
+    r"(?:[a-zA-Z]\w* ?= ?)?"
+)
+_BEFORE = re.compile(
+    rf"(?:{_NEGATION.pattern})[^.,;:\n]*$|(?<!\w)[(\[]?[A-Z][)\]] ?$", re.IGNORECASE
+)
+_HALF_OF_DAY = re.compile(r" ?[ap]\.?m(?:\.|(?![a-z]))", re.IGNORECASE)
 _SUM = re.compile(r"[\d\s.,+*/×·÷()−-]*=")
 
 
+# The end of a sentence up to the value that it states.
+_STATES = re.compile(
+    r"(?:(?<![a-zA-Z])(?:is|are|was|be|equals?|equal to|gets?|obtains?|ha(?:s|ve)|finds?|gives?"
+    r"|yields?|conclude|becomes?|that)|[:=]) *$",
+    re.IGNORECASE,
+)
+
+
 def final_answer(text: str) -> str:
-    """The final answer of free text: its boxes, "the answer is ...", or last formula or number."""
+    """The final answer of free text: its boxes, "the answer is ...", or last formula or number.
+
+    A value that is joined to others is given with them, and with what denies or labels it: "2 and
+    3", "12/5/2010", "10:30 AM", "not 5 but 6", "(B) 15".
+    """
     if "\\boxed" in text or "\\fbox" in text:
         return text
     text = text[-_TAIL:]
@@ -382,16 +471,38 @@ def final_answer(text: str) -> str:
     values = list(_VALUE.finditer(rest))
     if "\\(" in _FORMULA.sub("", rest):
         return text  # a formula that is not closed on its line: do not pick a number from it
-    if not phrase or not values or values[0].start() > _NEAR:
-        return values[-1].group() if values else rest.strip()
-    # In "The volume of $V$ is 12" and "3 + 4 = 7" the answer is a later value.
+    if not values:
+        return rest.strip()
+    if not phrase or values[0].start() > _NEAR:
+        return _with_joined(rest, values, len(values) - 1)
     first = values[0]
+    # In "The volume of $V$ is 12" and "3 + 4 = 7" the answer is a later value.
     if not any(c.isdigit() for c in first.group()) and len(values) > 1:
         gap = rest[first.end() : values[1].start()]
-        return values[1].group() if _COPULA.search(gap) else first.group()
+        return _with_joined(rest, values, int(_COPULA.search(gap) is not None))
     if (chain := _SUM.match(rest, first.start())) and (value := _VALUE.search(rest, chain.end())):
         return value.group()
-    return first.group()
+    return _with_joined(rest, values, 0)
+
+
+def _with_joined(text: str, values: list[re.Match], index: int) -> str:
+    """The part of the text from the first to the last value that is joined to a given one.
+
+    A negation or a label before them belongs to it.
+    """
+    first = last = index
+    while first and _JOIN.fullmatch(text, values[first - 1].end(), values[first].start()):
+        first -= 1
+    while last + 1 < len(values) and _JOIN.fullmatch(
+        text, values[last].end(), values[last + 1].start()
+    ):
+        last += 1
+    begin = values[first].start()
+    near = max(0, begin - _NEAR)
+    if before := _BEFORE.search(text[near:begin]):
+        begin = near + before.start()
+    half = _HALF_OF_DAY.match(text, values[last].end())
+    return text[begin : half.end() if half else values[last].end()]
 
 
 def _formula_of_sentence(text: str) -> str:
@@ -401,6 +512,7 @@ def _formula_of_sentence(text: str) -> str:
         return text
     before, after = text[: formulas[0].start()], text[formulas[0].end() :]
     is_sentence = len(_PLAIN_WORD.findall(before)) >= 2 and not after.strip(" .")
-    if not is_sentence or _NEGATION.search(before) or any(c.isdigit() for c in before):
+    if not (is_sentence and _STATES.search(before)) or any(c.isdigit() for c in before):
         return text
-    return formulas[0].group()
+    # "less than $5$" and "six or $5$" are not $5$.
+    return text if _NEGATION.search(before) or _HEDGE.search(before) else formulas[0].group()

@@ -16,10 +16,11 @@ _MAX_SCALES = 3  # words such as "million" after a number
 
 _DECIMAL = r"(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)?(?:\.\d*)?"
 _SCIENTIFIC = re.compile(
-    rf"({_DECIMAL})(?:[eE]([+-]?\d+)| ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{{? ?([+-]?\d+) ?\}}?)?"
+    rf"({_DECIMAL})(?:[eE]([+-]?\d+)| ?(?:\\times|\\cdot|\*|x) ?10 ?\^ ?\{{? ?([+-]?\d+) ?\}}?)?"
 )
 _SLASH = re.compile(rf" ?/ ?({_DECIMAL})(?![a-zA-Z])")
 _MIXED = re.compile(r"(\d+) (\d+)/(\d+)")
+_REPEATING = re.compile(r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{?(\d{1,20})\}?")
 _LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _PARTS = {  # without the plural s
@@ -28,13 +29,15 @@ _PARTS = {  # without the plural s
     "sixteenth": 16, "twentieth": 20, "hundredth": 100,
     **{f"{scale}th": size for scale, size in _SCALES.items()},
 }  # fmt: skip
+_SHORT_SCALES = {"k": 10**3, "m": 10**6, "mn": 10**6, "b": 10**9, "bn": 10**9}
+_SHORT_SCALE = re.compile(r" ?(mn|bn|[kmb])(?![a-z])\s*", re.IGNORECASE)
 _SCALE = re.compile(rf"(?:({'|'.join(_SCALES)})|({'|'.join(_PARTS)}))s?(?![a-zA-Z])\s*")
 _UNITS = {
     "degrees": "degrees degree deg", "cm": "cm centimeter centimeters centimetre centimetres",
     "m": "m meter meters metre metres", "mm": "mm millimeter millimeters",
     "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",
     "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-    "kg": "kg kilogram kilograms", "g": "g gram grams", "mg": "mg milligram milligrams",
+    "kg": "kg kilogram kilograms", "Mg": "Mg", "g": "g gram grams", "mg": "mg milligram milligrams",
     "lb": "lb lbs pound pounds",
     "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours",
     "day": "day days", "week": "week weeks",
@@ -44,7 +47,7 @@ _UNITS = {
     "$": "$ US$ USD dollar dollars", "cents": "¢ cent cents", "€": "€ EUR euro euros",
     "£": "£ GBP", "¥": "¥ CNY RMB", "Rs": "₹ Rs Rs. INR rupee rupees",
     "C": "C celsius", "F": "F fahrenheit", "K": "K kelvin kelvins",
-    "KB": "KB", "MB": "MB", "GB": "GB", "TB": "TB",
+    "KB": "KB", "MB": "MB", "GB": "GB", "TB": "TB", "'": "'", '"': '" \'\'',
 }  # fmt: skip
 # Units with prefixes, such as kW, and their names without one.
 _PREFIXES = {"m": 1, "": 10**3, "k": 10**6, "M": 10**9, "G": 10**12}
@@ -62,7 +65,7 @@ _CURRENCIES = ("$", "€", "£", "¥", "Rs")
 _SIZES_OF_UNITS = (
     {"mm": 1, "cm": 10, "m": 1000, "km": 10**6},
     {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
-    {"mg": 1, "g": 1000, "kg": 10**6},
+    {"mg": 1, "g": 1000, "kg": 10**6, "Mg": 10**9},
     {"s": 1, "min": 60, "h": 3600, "day": 86400, "week": 604800},
     {"ml": 1, "l": 1000},
     *({f"{prefix}{unit}": size for prefix, size in _PREFIXES.items()} for unit in _PREFIXED),
@@ -71,11 +74,17 @@ _SIZES_OF_UNITS = (
     # A name or sign that stands for several units.
     {"£": 1, "lb": 1}, {"¥": 1, "yen": 1}, {"¥": 1, "yuan": 1},
     {"degrees": 1, "C": 1}, {"degrees": 1, "F": 1},
+    {"'": 1, "ft": 1}, {"'": 1, "min": 1}, {'"': 1, "in": 1}, {'"': 1, "s": 1},
 )  # fmt: skip
 # Other units of three or four letters; any other such word directly after a number is a product.
 _SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "kwh", "cal", "rad", "psi",
                 "rpm", "bpm", "fps", "kph", "bit", "bits", "byte", "yuan", "euro", "yen", "rmb",
-                "gal", "cups", "pcs", "ppm", "ton", "tons")  # fmt: skip
+                "gal", "cups", "pcs", "ppm", "ton", "tons", "atm", "kcal", "mmhg")  # fmt: skip
+# Plurals, short units, words after a unit, and words of other alphabets.
+_COUNTED = re.compile(
+    rf"[a-z]+[^isu]s|{'|'.join(_SHORT_UNITS)}|people|men|women|children|feet|teeth|mice"
+    r"|geese|oxen|dice|radii|fish|sheep|aircraft|old|long|wide|high|tall|deep|each|total|.*[^\x00-\x7f].*"
+)
 # Words after a number that change or retract it.
 _NOT_UNITS = frozenset({
     "and", "or", "not", "no", "nor", "to", "plus", "minus", "times", "over", "by", "of", "point",
@@ -83,7 +92,9 @@ _NOT_UNITS = frozenset({
     "half", "halves", "third", "thirds", "quarter", "quarters", "is", "are", "was", "but", "if",
     "maybe", "approximately", "about", "then", "else", "lakh", "lakhs", "crore", "crores",
     "squared", "cubed", "factorial", "doubled", "tripled", "negative", "mod", "modulo", "root",
-    "choose", "divided",
+    "choose", "divided", "pair", "pairs", "couple", "couples", "score", "scores", "wrong",
+    "incorrect", "false", "except", "perhaps", "possibly", "probably", "below", "above", "under",
+    "does", "has", "always", "as", "yes", "cos",
 })  # fmt: skip
 # Number words: 7 quadrillion, 3 tens, 4 thousandish.
 _VAGUE = re.compile(
@@ -99,7 +110,9 @@ _PRODUCT = re.compile(
 )
 _UNIT_NOTATION = ((" ^", "^"), ("/", " per "), (".", " "), ("\\cdot", " "), ("\\Omega", "Ω"),
                   ("\\mu ", "μ"), (" squared", "^2"), (" cubed", "^3"))  # fmt: skip
-_UNIT_WORD = re.compile(r"([^\W\d_]+|[$€£¥₹¢])(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$")
+_UNIT_WORD = re.compile(
+    r"([^\W\d_]+|[$€£¥₹¢\"]|'{1,2})(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$"
+)
 _CURRENCY = re.compile(r"(?: |((?:US)?\$|[€£¥₹]|(?:USD|EUR|GBP|CNY|INR|Rs\.?)(?= ?[$\d.])))*")
 
 
@@ -124,8 +137,8 @@ def read_number(text: str) -> Number | None:
     """Parses a cleaned text that is a number as a whole; None for any other text."""
     text = text.strip()
     for _ in range(_MAX_BRACKETS):
-        if len(text) > 2 and text[0] == "(" and text[-1] == ")":
-            text = text[1:-1].strip()
+        if len(text) > 2 and text[0] == "(" and text[-1] == ")" and "," not in text:
+            text = text[1:-1].strip()  # (1,234) is a point
     is_negative = text.startswith("-")
     body = text[1:] if text[:1] in ("-", "+") else text
     sign = _CURRENCY.match(body)
@@ -142,8 +155,10 @@ def read_number(text: str) -> Number | None:
             whole, part = scale.groups()
             value = value * _SCALES[whole] if whole else value / _PARTS[part]
             tail = tail[scale.end() :]
+    if (scale := _SHORT_SCALE.match(tail)) and (currency or len(scale.group(1)) == 2):
+        value, tail = value * _SHORT_SCALES[scale.group(1).lower()], tail[scale.end() :]
     is_percent = tail.startswith("%")
-    unit = _read_unit(tail[is_percent:].strip())
+    unit = _read_unit(tail[is_percent:].strip(), is_one=value <= 1)
     if unit is None or (tail == body[end:] and _PRODUCT.fullmatch(tail)):
         return None
     if currency and unit != currency:
@@ -153,6 +168,10 @@ def read_number(text: str) -> Number | None:
 
 def _read_magnitude(text: str) -> tuple[Fraction, int] | None:
     """The unsigned number at the start of the text, and its end index."""
+    if match := _REPEATING.match(text):
+        whole, fixed, repeated = match.groups()
+        numerator = int(whole + fixed + repeated) - int(whole + fixed)
+        return Fraction(numerator, 10 ** len(fixed) * (10 ** len(repeated) - 1)), match.end()
     if match := _LATEX_FRACTION.match(text) or _MIXED.match(text):
         whole, top, bottom = match.groups()
         value = _divide(top, bottom)
@@ -183,13 +202,18 @@ def _fraction(digits: str) -> Fraction | None:
     return Fraction(digits.rstrip("."))
 
 
-def _read_unit(text: str) -> str | None:
-    """Canonical name of a unit, "" for no unit; None if the text is not a unit."""
+def _read_unit(text: str, is_one: bool = False) -> str | None:
+    """Canonical name of a unit, "" for no unit; None if the text is not a unit.
+
+    Any words may be one if they end in a plural or follow "per". In "5 wrong" and "2010 May" the
+    word is no unit; `is_one` means that the number is at most 1, whose unit may be a singular.
+    """
     if text.startswith("\\cdot"):  # a product
         return None
     for written, plain in _UNIT_NOTATION:
         text = text.replace(written, plain)
-    names = []
+    names: list[str] = []
+    is_counted = True
     for word in text.split()[:8]:
         match = _UNIT_WORD.fullmatch(word)
         if match is None:
@@ -203,12 +227,18 @@ def _read_unit(text: str) -> str | None:
             if len(lower) < 3 and lower.isascii():
                 return None
             name = _LOWER_UNIT_NAMES.get(lower, lower)
+        is_counted = (
+            is_one
+            or (name in _UNITS and name not in ("square", "cubic", "per"))
+            or names[-1:] == ["per"]
+            or _COUNTED.fullmatch(lower) is not None
+        )
         power = match.group(2) or match.group(3)
         if power and name != name.lower():  # in mV^2 the V is a variable
             return None
         names.append({"2": "square ", "3": "cubic ", None: ""}[power] + name)
     unit = " ".join(names).replace("degrees C", "C").replace("degrees F", "F")
-    return unit if len(names) <= 5 else None
+    return unit if len(names) <= 5 and is_counted else None
 
 
 def is_close(
@@ -228,6 +258,8 @@ def is_close(
             and only if one is a decimal and the other a fraction with no finite decimal expansion.
     """
     if units_matter and bool(prediction.unit) != bool(gold.unit):
+        return False
+    if prediction.is_percent != gold.is_percent and (prediction.unit or gold.unit):
         return False
     if prediction.unit and gold.unit and prediction.unit != gold.unit:
         factor = _conversion(prediction.unit, gold.unit)
@@ -256,6 +288,12 @@ def _conversion(unit: str, other: str) -> Fraction | None:
     short, long = sorted((unit, other), key=len)
     if short in _CURRENCIES and long.startswith(f"{short} ") and long[len(short) :].islower():
         return Fraction(1)  # $60 per month for $60, but not $5 K for $5
+    if " per " in unit and " per " in other:
+        tops, bottoms = zip(unit.split(" per ", 1), other.split(" per ", 1), strict=True)
+        top, bottom = (
+            Fraction(1) if one == two else _conversion(one, two) for one, two in (tops, bottoms)
+        )
+        return top / bottom if top and bottom else None
     for prefix, power in (("square ", 2), ("cubic ", 3), ("", 1)):
         if unit.startswith(prefix) and other.startswith(prefix):
             unit, other = unit.removeprefix(prefix), other.removeprefix(prefix)
@@ -280,45 +318,10 @@ def split_unit(text: str) -> tuple[str, str]:
 
 _DEGREES = _UNITS["degrees"].split()
 _ANGLE = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)[^=,]*$")
-_CLOCK = re.compile(
-    r"(\d{1,2})(?: ?[:.] ?(\d{2}))?(?: ?: ?(\d{2}))?(?: ?h)? ?(a\.? ?m\.?|p\.? ?m\.?|o'?clock)?",
-    re.IGNORECASE,
+_NOT_AT_END = ("per", "square", "sq", "cubic", "'", "''", '"')
+_ALIASES = sorted(
+    (alias for alias in _UNIT_NAMES if alias not in _NOT_AT_END), key=len, reverse=True
 )
-_NAMED_HOURS = {"noon": "12:00 pm", "midday": "12:00 pm", "midnight": "12:00 am"}
-
-
-class Clock(NamedTuple):
-    """A time of day in seconds since midnight, and whether its text is unambiguous."""
-
-    seconds: int
-    is_certain: bool
-
-
-def read_clock(text: str) -> Clock | None:
-    """A time of day; None for any other text.
-
-    3:15 may also be a ratio; 3:15 PM, 3:05, 03:15:00 and 3 o'clock may not. Without AM or PM a time
-    is in 24-hour format.
-    """
-    text = _NAMED_HOURS.get(text.casefold(), text)
-    match = _CLOCK.fullmatch(text.strip())
-    if match is None:
-        return None
-    hours, minutes, seconds = (int(part or 0) for part in match.groups()[:3])
-    half = (match.group(4) or "")[:1].lower()
-    is_certain = bool(half or match.group(3) or text[0] == "0" or (match.group(2) or "")[:1] == "0")
-    is_written = bool(match.group(2)) and (":" in text or half in ("a", "p"))
-    if not (is_written or half) or minutes > 59 or seconds > 59:
-        return None
-    if hours > 23 or (half and not 1 <= hours <= 12):
-        return None
-    if half in ("a", "p"):
-        hours = hours % 12 + 12 * (half == "p")
-    return Clock(3600 * hours + 60 * minutes + seconds, is_certain)
-
-
-_ALIASES = sorted((alias for alias in _UNIT_NAMES if alias not in ("per", "square", "sq", "cubic")),
-                  key=len, reverse=True)  # fmt: skip
 _UNIT_AT_END = re.compile(
     r"(?<=[\w})\])] )(?:square |cubic |sq )?(?:" + "|".join(map(re.escape, _ALIASES)) + r")"
     r"(?: ?\^ ?\{? ?[23] ?\}?)?$|(?<=[\d})\]])(?:"

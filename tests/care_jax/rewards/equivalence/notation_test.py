@@ -65,6 +65,9 @@ quickly = settings(deadline=None, derandomize=True, max_examples=100)
         ("The final answer is 7.", "7"),
         ("We find that $x < 3$.", "x < 3"),
         ("It is not $x$.", "It is not x"),
+        ("It is less than $x$.", "It is less than x"),
+        ("It is either two or $x$.", "It is either two or x"),
+        ("x^{\\prime\\prime}", "x''"),
     ],
 )
 def test_cleaning_leaves_one_notation(text, cleaned):
@@ -123,6 +126,7 @@ def test_a_brace_is_closed_behind_everything_that_opens_inside_it(one, other, re
 
 def test_keys_forget_case_quotes_and_spaces_but_those_between_numbers():
     assert key("'Red Hat'") == key("redhat") == key("“RED hat”")
+    assert key("x'") != key("x") and key('5"') != key("5'")
     assert key("(a)") == key("[A]") == "a"
     assert key("(ab)") == "(ab)"
     assert key("x + 1") == key("x+1")
@@ -179,6 +183,11 @@ def test_commas_and_words_that_stand_alone_make_a_list_of_what_they_part():
         ("2x = 7", "", "2x = 7"),
         ("x + y = 7", "", "x + y = 7"),
         ("x = 1 < 2", "", "x = 1 < 2"),
+        ("x = 4/2 = 2 = 2.0", "x", "2.0"),
+        ("x = 6 = 5", "", "x = 6 = 5"),
+        ("x = 6 y = 5", "", "x = 6 y = 5"),
+        ("x = 6 cm y = 5 cm", "", "x = 6 cm y = 5 cm"),
+        ("V = r^2 h = 5", "V", "5"),
     ],
 )
 def test_an_assignment_is_a_name_and_its_last_exact_value(text, name, value):
@@ -229,7 +238,9 @@ def test_several_letters_are_a_set():
 def test_a_negated_letter_does_not_count():
     assert choice_letter("for sure D, it can't be A or B", 4) == "D"
     assert choice_letter("It's not A because it is odd, so it is B", 4) == "B"
-    assert choice_letter("A and C", 4) == ""
+    assert choice_letter("B不是 A", 4) == "B"
+    for text in ("A and C", "A is wrong", "A? No", "neither A nor B", "A or another", "A and b"):
+        assert choice_letter(text, 4) == "", text
 
 
 def test_words_and_articles_name_no_choice():
@@ -247,6 +258,14 @@ def test_free_text_settles_on_its_last_answer():
     assert final_answer("The answer is 35 + 70 = 105.") == "105"
     assert final_answer("The answer is \\frac{2}{5} of it.") == "\\frac{2}{5}"
     assert final_answer("The answer is red. It has 5.") == "red"
+    for joined in (
+        "2 and 3", "1, 2, and 3", "2010-2011", "12/5/2010", "10:30 AM", "18 to 24", "not 5 but 6",
+        "(B) 15", "$x=2$ or $x=3$",
+    ):  # fmt: skip
+        assert final_answer(f"It has 7. The answer is {joined}.") == joined
+        assert final_answer(f"It has 7, we find {joined}") == joined
+    assert final_answer("The answer is x = 2 or x = 3.") == "2 or x = 3"
+    assert final_answer("The answer is 5 and that is all.") == "5"
     # A formula within a line does not go over it, and its numbers are no answers.
     assert final_answer("Answer \\( \n 9 \n \\)") == "Answer \\( \n 9 \n \\)"
 

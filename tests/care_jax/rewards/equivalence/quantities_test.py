@@ -65,7 +65,8 @@ def test_commas_and_spaces_group_thousands_alone():
     "text",
     ["", ".", "x", "7x", "+-3", "7/0", "1/2/3", "5 times", "5 hundred", "about 7", "7 or 8", "7 th",
      "9" * 5000, "1e999999999", "1e-61", "5N", "2GB", "3ABC", "5\\cdot m", "5 B", "5 mV^2",
-     "3 tens", "3 sixties", "3 squared", "7 quadrillion", "7 crore"],
+     "3 tens", "3 sixties", "3 squared", "7 quadrillion", "7 crore", "5 apple", "5 per", "(1,234)",
+     "5 unless"],
 )  # fmt: skip
 def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
     assert read_number(text) is None
@@ -87,6 +88,10 @@ def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
         ("60 miles per hour", 60, "mi per h"),
         ("5 m/s", 5, "m per s"),
         ("7 apples", 7, "apples"),
+        ("1/2 apple", Fraction(1, 2), "apple"),
+        ("0.1\\overline{6}", Fraction(1, 6), ""),
+        ("$5k", 5000, "$"),
+        ("5mn", 5000000, ""),
         ("5 N", 5, "N"),
         ("5N\\cdot m", 5, "N m"),
         ("5 kg\\cdot m/s^{2}", 5, "kg m per square s"),
@@ -140,7 +145,13 @@ def test_a_quantity_equals_itself_in_another_unit_and_no_other_number_of_it(
 
 
 def test_units_of_different_things_never_agree_and_a_missing_one_always():
-    for one, other in (("5 cm", "5 kg"), ("5 m", "5 m^2"), ("5 m", "5 m/s"), ("5 in", "5 cm")):
+    for one, other in (
+        ("5 cm", "5 kg"),
+        ("5 m", "5 m^2"),
+        ("5%", "5 kg"),
+        ("5 m", "5 m/s"),
+        ("5 in", "5 cm"),
+    ):
         assert not agree(one, other), (one, other)
         assert agree(one, "5") and agree("5", other)
 

@@ -1,0 +1,92 @@
+"""Compares numerals joined by signs: times of day, dates, ranges, scores, sizes and ratios.
+
+Works on cleaned text and evaluates nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+_CLOCK = re.compile(
+    r"(\d{1,2})(?: ?[:.] ?(\d{2}))?(?: ?: ?(\d{2}))?(?: ?h)? ?(a\.? ?m\.?|p\.? ?m\.?|o'?clock)?",
+    re.IGNORECASE,
+)
+_NAMED_HOURS = {"noon": "12:00 pm", "midday": "12:00 pm", "midnight": "12:00 am"}
+
+
+class Clock(NamedTuple):
+    """A time of day in seconds since midnight, and whether its text is unambiguous."""
+
+    seconds: int
+    is_certain: bool
+
+
+def read_clock(text: str) -> Clock | None:
+    """A time of day; None for any other text.
+
+    3:15 may also be a ratio; 3:15 PM, 3:05, 03:15:00 and 3 o'clock may not. Without AM or PM a time
+    is in 24-hour format.
+    """
+    text = _NAMED_HOURS.get(text.casefold(), text)
+    match = _CLOCK.fullmatch(text.strip())
+    if match is None:
+        return None
+    hours, minutes, seconds = (int(part or 0) for part in match.groups()[:3])
+    half = (match.group(4) or "")[:1].lower()
+    is_certain = bool(half or match.group(3) or text[0] == "0" or (match.group(2) or "")[:1] == "0")
+    is_written = bool(match.group(2)) and (":" in text or half in ("a", "p"))
+    if not (is_written or half) or minutes > 59 or seconds > 59:
+        return None
+    if hours > 23 or (half and not 1 <= hours <= 12):
+        return None
+    if half in ("a", "p"):
+        hours = hours % 12 + 12 * (half == "p")
+    return Clock(3600 * hours + 60 * minutes + seconds, is_certain)
+
+
+# An unsigned number; a price may have a scale, $30k-$40k.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})(?:\.\d{1,60})?[kKmMbB]?"
+_SCALES = {"k": "e3", "m": "e6", "b": "e9"}
+_WITHOUT_SIGNS = str.maketrans("", "", "$%")
+_JOINED = re.compile(rf"(?:{_DIGITS} ?[-/:x] ?)+{_DIGITS}")
+_STARTS = set("$0123456789")
+_JOINT = re.compile(r"[-/:x]")
+
+
+def _scaled(numeral: str) -> str:
+    """A numeral as Python reads it: 30k is 30e3."""
+    numeral = numeral.replace(",", "").strip().lower()
+    return numeral[:-1] + _SCALES[numeral[-1]] if numeral[-1] in _SCALES else numeral
+
+
+def same_joined(one: str, other: str) -> bool | None:
+    """Whether two ranges, dates, scores, sizes or ratios are the same; None for other texts.
+
+    `18-24` is no difference and `12/5/2010` no quotient, so their numerals are compared one by one.
+    Only ratios may be multiples of each other, unless both may be times of day.
+    """
+    if not {one[:1], other[:1]} <= _STARTS:
+        return None
+    texts = [
+        text.replace(" to ", "-").replace(" by ", "x").translate(_WITHOUT_SIGNS)
+        for text in (one, other)
+    ]
+    if not all(map(_JOINED.fullmatch, texts)):
+        return None
+    joints, other_joints = map(_JOINT.findall, texts)
+    if joints != other_joints:
+        return False
+    if any(c.isalpha() and c != "x" for c in "".join(texts)) and "$" not in one + other:
+        return None  # 3k-2k is a difference
+    values, other_values = (
+        [Fraction(_scaled(part)) for part in _JOINT.split(text)] for text in texts
+    )
+    is_ratio = set(joints) == {":"} and all(values) and all(other_values)
+    if is_ratio and not all(map(read_clock, texts)):
+        return all(
+            value * other_values[0] == other_value * values[0]
+            for value, other_value in zip(values, other_values, strict=True)
+        )
+    return values == other_values
