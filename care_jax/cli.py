@@ -118,14 +118,18 @@ def resolved(command: str, given: Sequence[str]) -> list[str]:
         before = argument
     flags = {argument.partition("=")[0] for argument in arguments}
     _, _, config, stage = COMMANDS[command]
-    if config and "--config" not in flags:
-        of_run = _config_of_run(arguments, f"runs/{config}") if command != "train" else None
-        arguments.insert(0, f"--config={of_run or path_of('configs', config)}")
     if stage and "--config.stages" in flags:
         raise ValueError(
             f"care-jax {command} runs the stage {stage!r} alone; leave --config.stages out, or use "
             "care-jax train"
         )
+    if config and "--config" not in flags:
+        of_run = _config_of_run(arguments, f"runs/{config}") if command != "train" else None
+        if stage and not of_run and not flags & {"--help", "-h", "--helpfull", "-help"}:
+            raise ValueError(
+                f"care-jax {command} needs --workdir of a run, which has a config.json, or --config"
+            )
+        arguments.insert(0, f"--config={of_run or path_of('configs', config)}")
     return arguments + [f"--config.stages=('{stage}',)"] * bool(stage)
 
 

@@ -91,11 +91,12 @@ def to_line(sample: Sample) -> str:
 def read(path: pathlib.Path, digest: str) -> list[Sample]:
     """The samples of a file whose field "settings" is `digest`, one per question.
 
-    Damaged lines are reported and moved to `<name>.damaged`; the caller rewrites the file. A last
-    line without newline is of a killed run, and is ignored.
+    A file of other settings is renamed, since its samples may have taken hours. Damaged lines are
+    reported and moved to `<name>.damaged`; the caller rewrites the file. A last line without
+    newline is of a killed run, and is ignored.
     """
     found: dict[int, Sample] = {}
-    damaged = []
+    damaged, other = [], None
     # Not `splitlines`, which also splits at U+2028 in a response.
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -108,7 +109,12 @@ def read(path: pathlib.Path, digest: str) -> list[Sample]:
         sample = json.loads(text + "}")
         if sample["settings"] == digest:
             found.setdefault(sample["doc_id"], sample)
+        else:
+            other = sample["settings"]
     set_aside(path, damaged)
+    if other and not found:
+        renamed = path.replace(path.with_name(f"{path.stem}.{other}{path.suffix}"))
+        print_line(f"the samples of other weights or settings are kept in {renamed}")
     return [*found.values()]
 
 

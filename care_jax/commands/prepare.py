@@ -32,6 +32,7 @@ from care_jax.data.readers import shards
 from care_jax.data.sources import check_section, open_section
 from care_jax.data.stages import open_prompts
 from care_jax.devices.standard_streams import outlive_readers
+from care_jax.report.console import print_line
 from care_jax.run import lock
 
 LEFT_OUT = "left_out.jsonl"
@@ -68,13 +69,14 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
         "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
         "row_tokens": config.sft.row_tokens,
     }
-    if out.exists():
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         manifest = shards.read_manifest(out)
         if manifest["config"] != expected:
             raise ValueError(
                 f"{str(out)!r} was prepared with another configuration; remove it, or choose "
                 "another --out"
             )
+        print_line(f"{out} was prepared before, and nothing is read again; remove it to repeat it")
         return manifest
     inspect = _make_inspect(config)
     index = DuplicateIndex(data.prepare.near_bits)

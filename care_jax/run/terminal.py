@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,11 +74,12 @@ def ending(run: Run) -> str:
     Accuracies of this workdir's earlier runs are included.
     """
     report = run.workdir.resolve() / "report.html"
+    copied = shlex.quote(str(report))
     lines = [*_learned(run.workdir / "metrics.jsonl", run.config)]
     if report.exists():
         lines += [
             f"report: {report}",
-            f"  open it in a browser; from another machine: scp <host>:{report} .",
+            f"  open it in a browser; from another machine: scp <host>:{copied} .",
         ]
     return "\n".join(lines)
 

@@ -160,7 +160,7 @@ class Evaluator:
     def _held_out_settings(self) -> dict[str, Any]:
         """What held-out samples depend on besides `_settings`: the verifier and the questions."""
         whole = json.loads(self._run.config.to_json_best_effort())
-        sections = ("evaluate", "verifier", "model", "decode_sharding_rules")
+        sections = ("verifier", "model", "decode_sharding_rules")
         # Rows read from disk are a function of the settings.
         rows = self._examples if isinstance(self._examples, list) else []
         return {

@@ -68,7 +68,7 @@ def test_names_become_paths_of_what_is_installed():
     assert (
         cli.resolved("aot", ["--config", "tiny:qwen3_vl"])[1] == f"{ROOT}/configs/tiny.py:qwen3_vl"
     )
-    assert cli.resolved("evaluate", ["--dry_run"])[0] == f"--config={ROOT}/configs/tiny.py"
+    assert cli.resolved("evaluate", ["--help"])[0] == f"--config={ROOT}/configs/tiny.py"
     assert cli.resolved("probe", [])[0] == f"--config={ROOT}/configs/repair.py"
     assert cli.resolved("aot", ["--topology=v5e:2x2"]) == ["--topology=v5e:2x2"]
     assert cli.resolved("sweep", ["--experiment=rescue"]) == [
@@ -87,7 +87,9 @@ def test_a_command_that_reads_a_run_takes_its_configuration(tmp_path):
             assert cli.resolved(command, workdir)[0] == f"--config={tmp_path}/config.json"
     of_tiny = f"--config={ROOT}/configs/tiny.py"
     assert cli.resolved("export", ["--config=tiny", f"--workdir={tmp_path}"])[0] == of_tiny
-    assert cli.resolved("export", [f"--workdir={tmp_path}/none"])[0] == of_tiny
+    assert cli.resolved("export", [f"--workdir={tmp_path}/none", "--help"])[0] == of_tiny
+    with pytest.raises(ValueError, match="export needs --workdir of a run, which has a config"):
+        cli.resolved("export", [f"--workdir={tmp_path}/none"])  # would export random weights
     assert cli.resolved("train", [f"--workdir={tmp_path}"])[0] == of_tiny
 
 
@@ -95,7 +97,8 @@ def test_a_command_without_a_workdir_takes_the_configuration_of_its_own(tmp_path
     """The `config.json` of the current folder may be a release's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert cli.resolved("evaluate", [])[0] == f"--config={ROOT}/configs/tiny.py"
+    with pytest.raises(ValueError, match="evaluate needs --workdir of a run"):
+        cli.resolved("evaluate", [])
     for command, workdir in (("evaluate", "runs/tiny"), ("probe", "runs/repair")):
         (tmp_path / workdir).mkdir(parents=True)
         (tmp_path / workdir / "config.json").write_text("{}")

@@ -169,8 +169,9 @@ def test_same_configuration_gives_the_same_bytes(config, tmp_path):
 
 
 def test_run_that_died_leaves_no_folder_and_the_next_makes_a_whole_one(
-    config, tmp_path, monkeypatch
+    config, tmp_path, monkeypatch, capsys
 ):
+    """In a folder that is there and empty."""
     out = tmp_path / "out"
 
     class Killed(Exception):
@@ -190,6 +191,7 @@ def test_run_that_died_leaves_no_folder_and_the_next_makes_a_whole_one(
     assert not out.exists()
     assert (tmp_path / "out.partial").is_dir()
     monkeypatch.undo()
+    out.mkdir()
     manifest = prepare.prepare(config, out)
     assert manifest["num_examples"] == 5 and not (tmp_path / "out.partial").exists()
     for report in manifest["sources"].values():
@@ -197,7 +199,9 @@ def test_run_that_died_leaves_no_folder_and_the_next_makes_a_whole_one(
             assert shards.sha256(out / shard["file"]) == shard["sha256"]
     # It is done: the same is not done again, and something else does not take its place.
     before = (out / "manifest.json").stat().st_mtime_ns
+    capsys.readouterr()
     assert prepare.prepare(config, out) == manifest
+    assert "was prepared before, and nothing is read again" in capsys.readouterr().out
     assert (out / "manifest.json").stat().st_mtime_ns == before
     config.data.prepare.near_bits = 3
     with pytest.raises(ValueError, match="was prepared with another configuration; remove it"):

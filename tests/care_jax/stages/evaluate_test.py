@@ -376,8 +376,12 @@ def test_samples_of_other_weights_or_settings_are_not_believed(
     benchmark_run, asked, weights, changes
 ):
     benchmarked(benchmark_run())
-    benchmarked(benchmark_run(**changes), weights)
+    run = benchmark_run(**changes)
+    benchmarked(run, weights)
     assert [call["asked"] for call in asked[1]] == [[*range(5)]] * 2
+    # The first ones are kept.
+    files = (run.workdir / "benchmarks_rl").glob("samples_mathvision_testmini.*jsonl")
+    assert [len(file.read_text().splitlines()) for file in files] == [5, 5]
 
 
 def test_benchmarks_count_the_mean_of_a_rows_samples(benchmark_run, asked):
@@ -658,6 +662,7 @@ def test_what_a_result_depends_on(staged, make_run, examples, monkeypatch):
         return not staged(changes, params)[1]
 
     assert is_read() and is_read({"rl.learning_rate": 0.1, "log_every": 9})
+    assert is_read({"evaluate.batch_size": 4, "evaluate.judge_timeout": 9.0})
     assert not is_read({"evaluate.max_response_tokens": 9})
     assert not is_read({"data.test.seed": 9})
     assert not is_read({"data.system_prompt": "1"})
