@@ -99,6 +99,8 @@ def run_stages(
         check_workdir(run)
         if run.config.compilation_cache:
             compilation.keep_programs()
+        else:
+            compilation.keep_no_programs()
         if jax.process_index() == 0:
             write_config(run.config, workdir)
             write_start(run.config, workdir, run.mesh, overridden, given)

@@ -60,6 +60,11 @@ def keep_programs() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def keep_no_programs() -> None:
+    """Neither reads nor writes a cache, whatever JAX_COMPILATION_CACHE_DIR says."""
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 def counts() -> dict[str, int]:
     """Number of programs that this process compiled, and that it read from the cache."""
     return dict(_counts)

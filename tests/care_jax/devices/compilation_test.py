@@ -39,6 +39,16 @@ def test_a_second_run_finds_all_programs_of_the_first(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["care_jax"]
 
 
+def test_no_programs_are_kept_even_in_a_folder_of_the_environment(tmp_path):
+    program = PROGRAM.replace("keep_programs", "keep_no_programs")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", CACHE.upper(): str(tmp_path / "own")}
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    for source, is_written in ((program, False), (PROGRAM, True)):
+        command = [sys.executable, "-c", source]
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        assert (tmp_path / "own").exists() == is_written
+
+
 def test_a_folder_of_the_users_own_stays(tmp_path):
     """JAX_COMPILATION_CACHE_DIR in the environment sets the same key."""
     before = jax.config.values[CACHE]
