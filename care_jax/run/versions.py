@@ -28,9 +28,26 @@ _PACKAGES = (
 
 
 def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Writes config.json, with the versions of code and libraries."""
+    """Writes config.json, with the versions of code and libraries.
+
+    That of a training is kept by an evaluation or export, whose keys are not those of the next one.
+    """
+    path = workdir / "config.json"
+    if not _trains(config.stages) and _is_of_training(path):
+        return
     fields = _fields(config) | {"versions": versions()}
-    write_whole(workdir / "config.json", json.dumps(fields, indent=2) + "\n")
+    write_whole(path, json.dumps(fields, indent=2) + "\n")
+
+
+def _trains(stages: Collection[str]) -> bool:
+    return not {"sft", "rl"}.isdisjoint(stages)
+
+
+def _is_of_training(path: pathlib.Path) -> bool:
+    try:
+        return _trains(json.loads(path.read_text(encoding="utf-8"))["stages"])
+    except (OSError, ValueError, TypeError, KeyError):  # none, or no run's
+        return False
 
 
 def write_start(
@@ -40,7 +57,7 @@ def write_start(
     overridden: Collection[str],
     given: Collection[str] = (),
 ) -> None:
-    """Appends a line to starts.jsonl: what config.json, which has the last start, does not tell.
+    """Appends a line to starts.jsonl: what config.json, which has the last training, does not tell.
 
     A line is {"time": ISO 8601 in UTC, "command", "stages", "devices", "changed": {key: value},
     "given"}: changed are the keys set on the command line, given the stages whose examples came

@@ -36,6 +36,26 @@ def test_a_start_has_the_command_the_devices_and_what_the_command_line_changed(
     assert again["changed"] == {} and first["time"].endswith("+00:00")
 
 
+@pytest.mark.parametrize("there", ["", "{}", "{", "[]"])
+def test_an_evaluation_keeps_the_configuration_of_the_training(tmp_path, there):
+    """Else the next export would take the step that the evaluation was of."""
+    path, config = tmp_path / "config.json", tiny.get_config()
+    if there:
+        path.write_text(there)
+    steps = []
+    for stages, step in (
+        (("evaluate",), "1"),
+        (("export",), "2"),
+        (("sft", "rl"), "last"),
+        (("evaluate",), "4"),
+        (("rl",), "best"),
+    ):
+        config.stages, config.export.step = stages, step
+        versions.write_config(config, tmp_path)
+        steps.append(json.loads(path.read_text())["export"]["step"])
+    assert steps == ["1", "2", "last", "last", "best"]
+
+
 def test_infinite_settings_are_strings_since_json_has_no_such_numbers(tmp_path):
     config = tiny.get_config()
     config.state_check.max_loss_factor = float("inf")
