@@ -301,15 +301,18 @@ def test_a_sky_job_goes_on_after_a_preemption():
 
 
 def test_the_image_holds_the_program_and_nothing_of_this_machine():
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    patterns = [line for line in lines if line and not line.startswith("#")]
+    def patterns_of(name):
+        lines = (ROOT / name).read_text().splitlines()
+        return [line for line in lines if line and not line.startswith("#")]
+
+    patterns = patterns_of(".dockerignore")
     is_left_out = lambda name: any(fnmatch.fnmatch(name, each) for each in patterns)  # noqa: E731
     inside = {name for name in (*os.listdir(ROOT), ".venv-python3.13") if not is_left_out(name)}
     assert {"care_jax", "models", "configs", "experiments", "deploy", "docs", "setup.py"} <= inside
     assert {"pyproject.toml", "constraints.txt", "README.md"} <= inside
     assert not {".git", ".venv", ".venv-python3.13", "runs", "tests"} & inside
-    for line in (ROOT / ".gitignore").read_text().split():  # nothing that git leaves out
-        assert line.rstrip("/") in {pattern.removeprefix("**/") for pattern in patterns}
+    for pattern in patterns_of(".gitignore"):  # nothing that git leaves out
+        assert pattern.strip("/") in {each.removeprefix("**/") for each in patterns}
 
 
 def test_the_image_has_the_libraries_of_the_extras_it_names():
