@@ -125,7 +125,8 @@ def resolved(command: str, given: Sequence[str]) -> list[str]:
         )
     if config and "--config" not in flags:
         of_run = _config_of_run(arguments, f"runs/{config}") if command != "train" else None
-        if stage and not of_run and not flags & {"--help", "-h", "--helpfull", "-help"}:
+        asks_for_help = any(flag.startswith(("-h", "--help")) for flag in flags)
+        if stage and not of_run and not asks_for_help:
             raise ValueError(
                 f"care-jax {command} needs --workdir of a run, which has a config.json, or --config"
             )

@@ -16,7 +16,7 @@ import unicodedata
 
 from care_jax.batch import Example, answer_text
 from care_jax.prompts.images import Fingerprint, fingerprint, num_different_bits
-from care_jax.rewards.equivalence import notation, quantities
+from care_jax.rewards.equivalence import notation, options, quantities
 
 _KEPT = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
 
@@ -108,7 +108,7 @@ def _answer_key(example: Example) -> str:
     choices = [notation.clean(choice) for choice in example.choices]
     keys = [notation.key(choice) for choice in choices]
     if choices and notation.key(answer) not in keys:
-        letter = notation.choice_letter(answer, len(choices))
+        letter = options.choice_letter(answer, len(choices))
         answer = choices[ord(letter) - ord("A")] if letter else answer
     number = quantities.read_number(answer)
     if number is None:

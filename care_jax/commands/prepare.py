@@ -69,7 +69,8 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
         "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
         "row_tokens": config.sft.row_tokens,
     }
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty:
         manifest = shards.read_manifest(out)
         if manifest["config"] != expected:
             raise ValueError(

@@ -25,7 +25,7 @@ from PIL import Image
 
 from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
-from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence import notation, options
 from models.release import folder as release_folder
 
 MAX_CHARS = 16_384  # of a question with its choices, and of an answer
@@ -348,7 +348,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:
     keys = [notation.key(notation.clean(choice)) for choice in choices]
     answer = notation.clean(answer)
-    return notation.key(answer) in keys or bool(notation.choice_letter(answer, len(choices)))
+    return notation.key(answer) in keys or bool(options.choice_letter(answer, len(choices)))
 
 
 def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage], bool]:

@@ -17,7 +17,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from care_jax.rewards.equivalence import formulas, joined, matrices, notation, quantities, relations
+from care_jax.rewards.equivalence import (
+    formulas,
+    joined,
+    matrices,
+    notation,
+    options,
+    quantities,
+    relations,
+)
 from care_jax.rewards.symbolic import Question, SymbolicPool
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -96,9 +104,9 @@ def compare(
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different: empty"
-    if not choices and notation.is_letter(gold) and notation.names_letter(prediction):
-        letter = notation.choice_letter(prediction, len(_LETTERS))
-        return _outcome(letter == notation.choice_letter(gold, len(_LETTERS)), "option")
+    if not choices and options.is_letter(gold) and options.names_letter(prediction):
+        letter = options.choice_letter(prediction, len(_LETTERS))
+        return _outcome(letter == options.choice_letter(gold, len(_LETTERS)), "option")
     if choices:
         return _compare_choice(prediction, gold, _clean_choices(tuple(choices)), same)
     return same(prediction, gold)
@@ -135,7 +143,7 @@ def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
         return {index} if index < num_choices else set()
     if quantities.read_number(text):  # 5 A is in amperes
         return set()
-    label, rest = notation.label(text)
+    label, rest = options.label(text)
     named = set()
     if label and (own := _LETTERS.index(label)) < num_choices:
         if notation.key(rest) == choices.keys[own]:
@@ -147,10 +155,10 @@ def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
             return {own}
     # The texts of other options spoil a letter: `A or 15`.
     for option, index in choices.mentions:
-        if option in text.casefold() and (rest := notation.without(text, option)) != text:
+        if option in text.casefold() and (rest := options.without(text, option)) != text:
             text = rest
             named.add(index)
-    letter = notation.choice_letter(text, num_choices)
+    letter = options.choice_letter(text, num_choices)
     return {_LETTERS.index(letter), *named} if letter else set()
 
 
@@ -171,8 +179,8 @@ def _compare_choice(
     index, gold_index = (each.pop() if len(each) == 1 else -1 for each in (named, gold_named))
     if gold_index >= 0 and index >= 0:
         return _outcome(index == gold_index, "option")
-    if gold_index < 0 and len(letters := notation.choice_letters(gold, len(texts))) > 1:
-        same_letters = notation.choice_letters(prediction, len(texts)) == letters
+    if gold_index < 0 and len(letters := options.choice_letters(gold, len(texts))) > 1:
+        same_letters = options.choice_letters(prediction, len(texts)) == letters
         return _outcome(same_letters, "set of options")
     if gold_index >= 0:
         if keys[gold_index] == _LETTERS[gold_index].lower():

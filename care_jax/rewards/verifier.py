@@ -21,7 +21,7 @@ from absl import logging
 from care_jax.batch import Example
 from care_jax.method import spans
 from care_jax.rewards import answers
-from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence import free_text
 from care_jax.rewards.reward_function import RewardFunction, RewardPool, name_of, read_reply
 from care_jax.rewards.symbolic import Question, SymbolicPool
 from care_jax.rewards.worker_pool import Reply
@@ -257,4 +257,4 @@ def extract_answer(response: str, *, think_tag: str = "think") -> str:
     _, closing, after = response.rpartition(f"</{think_tag}>")
     if not closing and f"<{think_tag}>" in response:
         return ""
-    return notation.final_answer(after if closing else response)
+    return free_text.final_answer(after if closing else response)

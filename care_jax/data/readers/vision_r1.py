@@ -15,7 +15,7 @@ from care_jax.batch import Example, Unusable
 from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.rows import Rows, images_of, locate, make_example
-from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence import free_text, notation
 
 _ASKING, _ANSWERING = ("human", "user"), ("gpt", "assistant")
 _MAX_ANSWER_CHARS = 300  # longer ones are explanations
@@ -88,7 +88,7 @@ def _parts(response: str) -> tuple[str, str]:
     if is_tagged:
         answer = tagged.partition("</answer>")[0].strip()
     else:
-        answer = notation.clean(notation.final_answer(conclusion.strip()))
+        answer = notation.clean(free_text.final_answer(conclusion.strip()))
     if len(answer) > _MAX_ANSWER_CHARS:
         raise Unusable(f"answer longer than {_MAX_ANSWER_CHARS} characters")
     return rationale.strip(), answer

@@ -1,1 +1,1 @@
-"""Parses answers by kind: notation, quantities, relations, matrices, formulas."""
+"""Parses answers by kind: notation, sentences, options, numbers, relations, matrices, formulas."""

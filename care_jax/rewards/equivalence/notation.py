@@ -1,4 +1,4 @@
-"""Normalises and parses answer text: LaTeX wrapping, lists, option letters. Numbers: `quantities`.
+"""Normalises and parses answer text: LaTeX wrapping, lists, assignments. Numbers: `quantities`.
 
 Works on text only and evaluates nothing. Every scan is linear in the length of the text: whitespace
 is collapsed first, patterns have no nested repetition over the same characters, and answers are
@@ -7,12 +7,11 @@ truncated to `MAX_CHARS`, before and after Unicode normalisation, which can leng
 
 from __future__ import annotations
 
-import collections
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
 
-from care_jax.rewards.equivalence import quantities
+from care_jax.rewards.equivalence import free_text, quantities
 
 MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
 _MAX_ITEMS = 64  # of a list
@@ -65,8 +64,6 @@ _MAX_DECORATIONS = 12
 _QUOTES = {'"': '"', "'": "'", "“": "”", "`": "`", "*": "*", "_": "_", "«": "»",
            "【": "】", "「": "」", "{": "}"}  # fmt: skip
 _PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end alone is a prime
-_PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
-_SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
     r"(?!.*(?:pi|pct|per ?cent|answer|ans))[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
@@ -141,7 +138,7 @@ def clean(text: str) -> str:
         text = _unbox(text)
     if len(text) > MAX_CHARS:
         return _truncated(text)
-    text = _formula_of_sentence(_PREFIX.sub("", text, count=1))
+    text = free_text.formula_of_sentence(_PREFIX.sub("", text, count=1))
     if not (text.isascii() and text.isprintable()):
         text = _rewrite_unicode(text)
     if len(text) > MAX_CHARS:
@@ -197,7 +194,7 @@ def _unbox(text: str) -> str:
     contents = [found[-1][2]]
     for (_, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
         gap = _TEXT.sub(r" \1 ", text[end:begin]) if begin - end <= 80 else ". "
-        if _SENTENCE_END.search(gap) or len(_PLAIN_WORD.findall(gap)) > 4:
+        if free_text.SENTENCE_END.search(gap) or len(free_text.PLAIN_WORD.findall(gap)) > 4:
             break
         contents.append(content)
     inner = ", ".join(reversed(contents))
@@ -338,181 +335,3 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
     items = [item for item in items if item]
     is_list = len(items) > 1 or brackets in ("{}", "[]")
     return (brackets, items) if is_list and len(items) <= _MAX_ITEMS else None
-
-
-_LETTER = re.compile(r"(?:OPTION |CHOICE )?[(\[]?([A-Z])[)\]]?[.:)]?")
-_NAMES_LETTER = re.compile(
-    r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$"
-    r"|.*(?<![a-zA-Z])(?i:option|choice|answer) (?!\d)"
-)
-_LABELLED = re.compile(r"[(\[]?([A-Z]|[a-z](?=\W+ ))(?:[)\]][.:]?|[.:)])(?= ?\S)")
-# An A or I before a lower-case word, except a few such as "is", is an article or a pronoun.
-_STANDALONE = re.compile(
-    r"(?<![a-zA-Z\d\\'_])([B-HJ-Z]|[AI](?! (?!(?:and|or|is|because)\b)(?-i:[a-z])))(?![a-zA-Z\d'_])"
-)
-_STANDALONE_IN_ANY_CASE = re.compile(_STANDALONE.pattern, re.IGNORECASE)
-_BRACKETED = re.compile(r"[(\[]([a-zA-Z])[)\]]")
-_CLAUSE = re.compile(r"[.,;:?()。\n]|(?<![a-zA-Z])(?:so|because|since|as)(?![a-zA-Z])")
-_BETWEEN_LETTERS = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])|[ ,;&.()\[\]]")
-_NEGATION = re.compile(
-    r"(?<![a-zA-Z])(?:no[tnr]?|neither|never|cannot|without|but|except|exclud\w*|eliminat\w*|wrong"
-    r"|incorrect|false|untrue|unlikely|instead|rather|ruled? out)(?![a-zA-Z])|n't|不是",
-    re.IGNORECASE,
-)
-_DENIED = re.compile(r"(?:(?<![a-zA-Z])(?:not|non)(?= )|不是) ?[A-Z](?![a-zA-Z]).*")
-_HEDGE = re.compile(
-    r"(?<![a-zA-Z])(?:or|either|maybe|perhaps|possibly|probably)(?![a-zA-Z])", re.IGNORECASE
-)
-
-
-def choice_letter(text: str, num_choices: int) -> str:
-    """The single option letter that the text chooses; empty if it names none or several.
-
-    Clauses with a negation do not count: "C, not A" and "it can't be A, so C" give C, and "A is
-    wrong" nothing. A small letter chooses as a label alone, "b) 45", but makes "A and b" two.
-    """
-    text = text.strip()
-    allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices])
-    if match := _LETTER.fullmatch(text.upper()):
-        return match.group(1) if match.group(1) in allowed else ""
-    clauses = _CLAUSE.split(_BRACKETED.sub(r" \1 ", text))
-    clauses = [_DENIED.sub("", clause) for clause in clauses]
-    affirmed = " . ".join(clause for clause in clauses if not _NEGATION.search(clause))
-    # "A? No" and "wrong: A" deny a letter outside of their clause.
-    is_denied = any(_NEGATION.fullmatch(clause.strip()) for clause in clauses)
-    if is_denied or _HEDGE.search(affirmed):
-        return ""
-    chosen = set(_STANDALONE.findall(affirmed))
-    if label := _LABELLED.match(text):
-        chosen.add(label.group(1).upper())
-    named = {letter.upper() for letter in _STANDALONE_IN_ANY_CASE.findall(affirmed)} & allowed
-    return named.pop() if len(named) == 1 and named <= chosen else ""
-
-
-def without(text: str, option: str) -> str:
-    """The text without the text of an option, wherever that stands apart from other words."""
-    pattern = rf"(?<![\w.])(?<!\d/){re.escape(option)}(?![\w%]|\.\d)"
-    return re.sub(pattern, " ", text, flags=re.IGNORECASE)
-
-
-def is_letter(text: str) -> bool:
-    """Whether a text is one capital letter, which may name an option that is not known."""
-    letter = text.strip("()[]")
-    return len(letter) == 1 and "A" <= letter <= "Z"
-
-
-def names_letter(text: str) -> bool:
-    """Whether a text is like `A. 15`, `option A` or `B = A`, which have no value but a letter."""
-    return _NAMES_LETTER.match(text) is not None
-
-
-def label(text: str) -> tuple[str, str]:
-    """The letter and the rest of `b) 45`; ("", text) for other texts."""
-    match = _LABELLED.match(text)
-    return (match.group(1).upper(), text[match.end() :].strip()) if match else ("", text)
-
-
-def choice_letters(text: str, num_choices: int) -> frozenset[str]:
-    """The option letters of a text such as `AC` or `A, C and D`; empty for any other text."""
-    letters = _BETWEEN_LETTERS.sub("", text).upper()
-    allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
-    is_choice = len(set(letters)) == len(letters) and all(letter in allowed for letter in letters)
-    return frozenset(letters if is_choice else "")
-
-
-_PHRASE = re.compile(
-    r"(?:answer|solution|result|réponse)(?: is| est| ?:)(?: (?:therefore|thus|then))? ?:?|"
-    r"答案(?:是|为|:|：)?",
-    re.IGNORECASE,
-)
-_FORMULA = re.compile(
-    r"\$\$[^$]+\$\$|\$[^$]+\$|\\\((?:[^\\\n]|\\[^()\n])*\\\)|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
-)
-_VALUE = re.compile(
-    _FORMULA.pattern + r"|\\[dt]?frac ?\{[^{}]*\} ?\{[^{}]*\}"
-    r"|(?<![a-zA-Z0-9.])[-−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
-    r"(?:/\d+(?:\.\d+)?)?(?: ?\\?%)?"
-)
-_TAIL = 8000  # characters at the end of a text that are searched for its answer
-_NEAR = 15  # at most this many characters between "the answer is" and the answer
-_COPULA = re.compile(r"(?<!\w)(?:is|est)(?!\w)|[=是为]")
-_JOIN = re.compile(
-    r" ?(?:[-–/:]| to |,|,? ?(?<![a-zA-Z])(?:and|or|but)(?![a-zA-Z])(?: not(?![a-zA-Z]))?) ?"
-    r"(?:[a-zA-Z]\w* ?= ?)?"
-)
-_BEFORE = re.compile(
-    rf"(?:{_NEGATION.pattern})[^.,;:\n]*$|(?<!\w)[(\[]?[A-Z][)\]] ?$", re.IGNORECASE
-)
-_HALF_OF_DAY = re.compile(r" ?[ap]\.?m(?:\.|(?![a-z]))", re.IGNORECASE)
-_SUM = re.compile(r"[\d\s.,+*/×·÷()−-]*=")
-
-
-# The end of a sentence up to the value that it states.
-_STATES = re.compile(
-    r"(?:(?<![a-zA-Z])(?:is|are|was|be|equals?|equal to|gets?|obtains?|ha(?:s|ve)|finds?|gives?"
-    r"|yields?|conclude|becomes?|that)|[:=]) *$",
-    re.IGNORECASE,
-)
-
-
-def final_answer(text: str) -> str:
-    """The final answer of free text: its boxes, "the answer is ...", or last formula or number.
-
-    A value that is joined to others is given with them, and with what denies or labels it: "2 and
-    3", "12/5/2010", "10:30 AM", "not 5 but 6", "(B) 15".
-    """
-    if "\\boxed" in text or "\\fbox" in text:
-        return text
-    text = text[-_TAIL:]
-    phrase = next(iter(collections.deque(_PHRASE.finditer(text), maxlen=1)), None)
-    rest = text[phrase.end() :] if phrase else text
-    if phrase and (end := _SENTENCE_END.search(rest.lstrip())):
-        rest = rest.lstrip()[: end.start()]
-    values = list(_VALUE.finditer(rest))
-    if "\\(" in _FORMULA.sub("", rest):
-        return text  # a formula that is not closed on its line: do not pick a number from it
-    if not values:
-        return rest.strip()
-    if not phrase or values[0].start() > _NEAR:
-        return _with_joined(rest, values, len(values) - 1)
-    first = values[0]
-    # In "The volume of $V$ is 12" and "3 + 4 = 7" the answer is a later value.
-    if not any(c.isdigit() for c in first.group()) and len(values) > 1:
-        gap = rest[first.end() : values[1].start()]
-        return _with_joined(rest, values, int(_COPULA.search(gap) is not None))
-    if (chain := _SUM.match(rest, first.start())) and (value := _VALUE.search(rest, chain.end())):
-        return value.group()
-    return _with_joined(rest, values, 0)
-
-
-def _with_joined(text: str, values: list[re.Match], index: int) -> str:
-    """The part of the text from the first to the last value that is joined to a given one.
-
-    A negation or a label before them belongs to it.
-    """
-    first = last = index
-    while first and _JOIN.fullmatch(text, values[first - 1].end(), values[first].start()):
-        first -= 1
-    while last + 1 < len(values) and _JOIN.fullmatch(
-        text, values[last].end(), values[last + 1].start()
-    ):
-        last += 1
-    begin = values[first].start()
-    near = max(0, begin - _NEAR)
-    if before := _BEFORE.search(text[near:begin]):
-        begin = near + before.start()
-    half = _HALF_OF_DAY.match(text, values[last].end())
-    return text[begin : half.end() if half else values[last].end()]
-
-
-def _formula_of_sentence(text: str) -> str:
-    """The formula at the end of a sentence ("We find that $x < 3$."), else the whole text."""
-    formulas = list(_FORMULA.finditer(text))
-    if len(formulas) != 1:
-        return text
-    before, after = text[: formulas[0].start()], text[formulas[0].end() :]
-    is_sentence = len(_PLAIN_WORD.findall(before)) >= 2 and not after.strip(" .")
-    if not (is_sentence and _STATES.search(before)) or any(c.isdigit() for c in before):
-        return text
-    # "less than $5$" and "six or $5$" are not $5$.
-    return text if _NEGATION.search(before) or _HEDGE.search(before) else formulas[0].group()

@@ -1,0 +1,112 @@
+"""Finds the answer in sentences, and what denies or hedges it."""
+
+from __future__ import annotations
+
+import collections
+import re
+
+PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
+SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
+NEGATION = re.compile(
+    r"(?<![a-zA-Z])(?:no[tnr]?|neither|never|cannot|without|but|except|exclud\w*|eliminat\w*|wrong"
+    r"|incorrect|false|untrue|unlikely|instead|rather|ruled? out)(?![a-zA-Z])|n't|不是",
+    re.IGNORECASE,
+)
+HEDGE = re.compile(
+    r"(?<![a-zA-Z])(?:or|either|maybe|perhaps|possibly|probably)(?![a-zA-Z])", re.IGNORECASE
+)
+
+_PHRASE = re.compile(
+    r"(?:answer|solution|result|réponse)(?: is| est| ?:)(?: (?:therefore|thus|then))? ?:?|"
+    r"答案(?:是|为|:|：)?",
+    re.IGNORECASE,
+)
+_FORMULA = re.compile(
+    r"\$\$[^$]+\$\$|\$[^$]+\$|\\\((?:[^\\\n]|\\[^()\n])*\\\)|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
+)
+_VALUE = re.compile(
+    _FORMULA.pattern + r"|\\[dt]?frac ?\{[^{}]*\} ?\{[^{}]*\}"
+    r"|(?<![a-zA-Z0-9.])[-−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+    r"(?:/\d+(?:\.\d+)?)?(?: ?\\?%)?"
+)
+_TAIL = 8000  # characters at the end of a text that are searched for its answer
+_NEAR = 15  # at most this many characters between "the answer is" and the answer
+_COPULA = re.compile(r"(?<!\w)(?:is|est)(?!\w)|[=是为]")
+_JOIN = re.compile(
+    r" ?(?:[-–/:]| to |,|,? ?(?<![a-zA-Z])(?:and|or|but)(?![a-zA-Z])(?: not(?![a-zA-Z]))?) ?"
+    r"(?:[a-zA-Z]\w* ?= ?)?"
+)
+_BEFORE = re.compile(
+    rf"(?:{NEGATION.pattern})[^.,;:\n]*$|(?<!\w)[(\[]?[A-Z][)\]] ?$", re.IGNORECASE
+)
+_HALF_OF_DAY = re.compile(r" ?[ap]\.?m(?:\.|(?![a-z]))", re.IGNORECASE)
+_SUM = re.compile(r"[\d\s.,+*/×·÷()−-]*=")
+# The end of a sentence up to the value that it states.
+_STATES = re.compile(
+    r"(?:(?<![a-zA-Z])(?:is|are|was|be|equals?|equal to|gets?|obtains?|ha(?:s|ve)|finds?|gives?"
+    r"|yields?|conclude|becomes?|that)|[:=]) *$",
+    re.IGNORECASE,
+)
+
+
+def final_answer(text: str) -> str:
+    """The final answer of free text: its boxes, "the answer is ...", or last formula or number.
+
+    A value that is joined to others is given with them, and with what denies or labels it: "2 and
+    3", "12/5/2010", "10:30 AM", "not 5 but 6", "(B) 15".
+    """
+    if "\\boxed" in text or "\\fbox" in text:
+        return text
+    text = text[-_TAIL:]
+    phrase = next(iter(collections.deque(_PHRASE.finditer(text), maxlen=1)), None)
+    rest = text[phrase.end() :] if phrase else text
+    if phrase and (end := SENTENCE_END.search(rest.lstrip())):
+        rest = rest.lstrip()[: end.start()]
+    values = list(_VALUE.finditer(rest))
+    if "\\(" in _FORMULA.sub("", rest):
+        return text  # a formula that is not closed on its line: do not pick a number from it
+    if not values:
+        return rest.strip()
+    if not phrase or values[0].start() > _NEAR:
+        return _with_joined(rest, values, len(values) - 1)
+    first = values[0]
+    # In "The volume of $V$ is 12" and "3 + 4 = 7" the answer is a later value.
+    if not any(c.isdigit() for c in first.group()) and len(values) > 1:
+        gap = rest[first.end() : values[1].start()]
+        return _with_joined(rest, values, int(_COPULA.search(gap) is not None))
+    if (chain := _SUM.match(rest, first.start())) and (value := _VALUE.search(rest, chain.end())):
+        return value.group()
+    return _with_joined(rest, values, 0)
+
+
+def _with_joined(text: str, values: list[re.Match], index: int) -> str:
+    """The part of the text from the first to the last value that is joined to a given one.
+
+    A negation or a label before them belongs to it.
+    """
+    first = last = index
+    while first and _JOIN.fullmatch(text, values[first - 1].end(), values[first].start()):
+        first -= 1
+    while last + 1 < len(values) and _JOIN.fullmatch(
+        text, values[last].end(), values[last + 1].start()
+    ):
+        last += 1
+    begin = values[first].start()
+    near = max(0, begin - _NEAR)
+    if before := _BEFORE.search(text[near:begin]):
+        begin = near + before.start()
+    half = _HALF_OF_DAY.match(text, values[last].end())
+    return text[begin : half.end() if half else values[last].end()]
+
+
+def formula_of_sentence(text: str) -> str:
+    """The formula at the end of a sentence ("We find that $x < 3$."), else the whole text."""
+    formulas = list(_FORMULA.finditer(text))
+    if len(formulas) != 1:
+        return text
+    before, after = text[: formulas[0].start()], text[formulas[0].end() :]
+    is_sentence = len(PLAIN_WORD.findall(before)) >= 2 and not after.strip(" .")
+    if not (is_sentence and _STATES.search(before)) or any(c.isdigit() for c in before):
+        return text
+    # "less than $5$" and "six or $5$" are not $5$.
+    return text if NEGATION.search(before) or HEDGE.search(before) else formulas[0].group()

@@ -1,0 +1,78 @@
+"""Option letters: the one, or the set, that an answer chooses."""
+
+from __future__ import annotations
+
+import re
+
+from care_jax.rewards.equivalence import free_text
+
+_LETTER = re.compile(r"(?:OPTION |CHOICE )?[(\[]?([A-Z])[)\]]?[.:)]?")
+_NAMES_LETTER = re.compile(
+    r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$"
+    r"|.*(?<![a-zA-Z])(?i:option|choice|answer) (?!\d)"
+)
+_LABELLED = re.compile(r"[(\[]?([A-Z]|[a-z](?=\W+ ))(?:[)\]][.:]?|[.:)])(?= ?\S)")
+# An A or I before a lower-case word, except a few such as "is", is an article or a pronoun.
+_STANDALONE = re.compile(
+    r"(?<![a-zA-Z\d\\'_])([B-HJ-Z]|[AI](?! (?!(?:and|or|is|because)\b)(?-i:[a-z])))(?![a-zA-Z\d'_])"
+)
+_STANDALONE_IN_ANY_CASE = re.compile(_STANDALONE.pattern, re.IGNORECASE)
+_BRACKETED = re.compile(r"[(\[]([a-zA-Z])[)\]]")
+_CLAUSE = re.compile(r"[.,;:?()。\n]|(?<![a-zA-Z])(?:so|because|since|as)(?![a-zA-Z])")
+_BETWEEN_LETTERS = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])|[ ,;&.()\[\]]")
+_DENIED = re.compile(r"(?:(?<![a-zA-Z])(?:not|non)(?= )|不是) ?[A-Z](?![a-zA-Z]).*")
+
+
+def choice_letter(text: str, num_choices: int) -> str:
+    """The single option letter that the text chooses; empty if it names none or several.
+
+    Clauses with a negation do not count: "C, not A" and "it can't be A, so C" give C, and "A is
+    wrong" nothing. A small letter chooses as a label alone, "b) 45", but makes "A and b" two.
+    """
+    text = text.strip()
+    allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices])
+    if match := _LETTER.fullmatch(text.upper()):
+        return match.group(1) if match.group(1) in allowed else ""
+    clauses = _CLAUSE.split(_BRACKETED.sub(r" \1 ", text))
+    clauses = [_DENIED.sub("", clause) for clause in clauses]
+    affirmed = " . ".join(clause for clause in clauses if not free_text.NEGATION.search(clause))
+    # "A? No" and "wrong: A" deny a letter outside of their clause.
+    is_denied = any(free_text.NEGATION.fullmatch(clause.strip()) for clause in clauses)
+    if is_denied or free_text.HEDGE.search(affirmed):
+        return ""
+    chosen = set(_STANDALONE.findall(affirmed))
+    if label := _LABELLED.match(text):
+        chosen.add(label.group(1).upper())
+    named = {letter.upper() for letter in _STANDALONE_IN_ANY_CASE.findall(affirmed)} & allowed
+    return named.pop() if len(named) == 1 and named <= chosen else ""
+
+
+def without(text: str, option: str) -> str:
+    """The text without the text of an option, wherever that stands apart from other words."""
+    pattern = rf"(?<![\w.])(?<!\d/){re.escape(option)}(?![\w%]|\.\d)"
+    return re.sub(pattern, " ", text, flags=re.IGNORECASE)
+
+
+def is_letter(text: str) -> bool:
+    """Whether a text is one capital letter, which may name an option that is not known."""
+    letter = text.strip("()[]")
+    return len(letter) == 1 and "A" <= letter <= "Z"
+
+
+def names_letter(text: str) -> bool:
+    """Whether a text is like `A. 15`, `option A` or `B = A`, which have no value but a letter."""
+    return _NAMES_LETTER.match(text) is not None
+
+
+def label(text: str) -> tuple[str, str]:
+    """The letter and the rest of `b) 45`; ("", text) for other texts."""
+    match = _LABELLED.match(text)
+    return (match.group(1).upper(), text[match.end() :].strip()) if match else ("", text)
+
+
+def choice_letters(text: str, num_choices: int) -> frozenset[str]:
+    """The option letters of a text such as `AC` or `A, C and D`; empty for any other text."""
+    letters = _BETWEEN_LETTERS.sub("", text).upper()
+    allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
+    is_choice = len(set(letters)) == len(letters) and all(letter in allowed for letter in letters)
+    return frozenset(letters if is_choice else "")
