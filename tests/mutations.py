@@ -61,6 +61,8 @@ MUTATIONS = (
          "the sign of the rescue's δ"),
         ("jnp.maximum(number - ddof, 1)", "jnp.maximum(number - 1, 1)",
          "the sample σ in place of the population σ"),
+        ("is_failed_repair) & is_below", "is_failed_repair)",
+         "a failure with no less reward than the anchor is a negative"),
     ),
     *_of(
         "care_jax/method/select.py", "care_jax/method/select_test.py",
@@ -111,6 +113,8 @@ MUTATIONS = (
         "::test_loss_and_metrics_are_the_formulas_with_hand_made_sums",
         ("kl_of(logp, batch.ref_logp), 0.0)", "kl_of(logp, batch.old_logp), 0.0)",
          "the KL is to the policy that sampled"),
+        ("if objective.has_token_kl:", "if not objective.has_token_kl:",
+         "a baseline's KL is the mean over tokens, CARE's that of the surrogate"),
     ),
     *_of(
         "care_jax/learning/train_step.py",
@@ -255,6 +259,31 @@ MUTATIONS = (
         "care_jax/devices/placement.py", "care_jax/devices/experts_sharding_test.py",
         ("jax.lax.axis_index(expert_axes) * whole[0].shape[0]", "jax.lax.axis_index(expert_axes)",
          "devices number their experts by device"),
+    ),
+    *_of(
+        "care_jax/rewards/symbolic.py", "care_jax/rewards/symbolic_test.py",
+        ("(is_late and question in self._late)", "is_late",
+         "a timeout is believed at once"),
+    ),
+    *_of(
+        "care_jax/stages/answering.py", "care_jax/stages/evaluate_test.py",
+        ("mixed = bits + place *", "mixed = bits + 0 * place *",
+         "the checksum of weights is the same for any order of them"),
+    ),
+    *_of(
+        "care_jax/benchmarks/samples.py", "care_jax/stages/evaluate_test.py",
+        ("if other and not found:", "if other and found:",
+         "samples of other settings are overwritten"),
+    ),
+    *_of(
+        "care_jax/stages/rl.py", "care_jax/stages/rl_test.py",
+        ("if plan.is_empty:", "if plan.is_empty and parts is None:",
+         "an update without any response is called"),
+    ),
+    *_of(
+        "care_jax/rl/dynamic_sampling.py", "care_jax/rl/dynamic_sampling_test.py",
+        ("len(draws) * _MOST_STEPS", "len(draws) * run.config.rl.num_steps",
+         "further draws of batches depend on the length of the run"),
     ),
     *_of(
         "care_jax/prompts/builder.py", "care_jax/prompts/text_only_test.py",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from report_page import data_of
-from scripted import LOOP, STEPS, B, R, T, credit_of
+from scripted import LOOP, STEPS, B, R, Script, T, credit_of
 
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import flops, sharding
@@ -255,6 +255,24 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
             record["train_tflops_per_second"] * record["train_seconds"] > 0
             and "train_mfu" not in record
         )
+
+
+class SecondStepIsSkipped(Script):
+    """No response of the second step has credit."""
+
+    def programs(self):
+        def credit(rollouts, scores):
+            made = credit_of(rollouts.tokens.shape)
+            return made.replace(is_trained=made.is_trained & (len(self.seen["rng"]) != 2))
+
+        return dataclasses.replace(super().programs(), credit=credit)
+
+
+def test_an_update_without_a_response_is_not_called(run_loop):
+    script, params, metrics = run_loop(make_script=SecondStepIsSkipped)
+    assert script.seen["decoded_with"] == [10, 12, 12, 14]
+    assert all(script.seen["updated"]) and float(params["text"]["w"]) == 16
+    assert ["loss" in record for record in metrics] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("old_logp", ["sampler", "trainer"])
