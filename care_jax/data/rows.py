@@ -248,8 +248,9 @@ def make_example(
 def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> list[AnyImage]:
     """The images of a row's cell: a path, bytes, a struct {bytes, path}, or a list of these.
 
-    A cell given from Python may be an open image; None means no images. Paths are relative to the
-    folder, which may be inside an archive. `images_outside` allows paths that lead out of it.
+    A cell given from Python may be an open image; None, "" and an empty struct are no image. Paths
+    are relative to the folder, which may be inside an archive. `images_outside` allows paths that
+    lead out of it.
     """
     leaves = list(itertools.islice(_leaves(cell), MAX_IMAGES + 1))
     if len(leaves) > MAX_IMAGES:
@@ -258,11 +259,11 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
 
 
 def _leaves(cell: Any) -> Iterator[Any]:
-    """The cell, or the elements of its lists, without None."""
+    """The cell, or the elements of its lists, without empty ones."""
     if isinstance(cell, list | tuple):
         for each in cell:
             yield from _leaves(each)
-    elif cell is not None:
+    elif not (cell is None or cell == "" or (isinstance(cell, dict) and not any(cell.values()))):
         yield cell
 
 

@@ -41,9 +41,6 @@ _IMAGE_TOKENS = {
     "vision_end_token_id": "<|vision_end|>",
 }
 _TOKEN_NAMES = {**_IMAGE_TOKENS, "eos_token_id": "<|im_end|>", "pad_token_id": "<|endoftext|>"}
-# For templates that write today's date: prompts must not depend on the day of a resume. The day is
-# the one that Llama's templates fall back to.
-_DATE = "26 Jul 2024"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +169,7 @@ class PromptBuilder:
             content = [item for item in content if item.get("text") != ""]
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         turns = [*system, {"role": "user", "content": content}]
-        names = {**self.tokenizer.special_tokens_map, "date_string": _DATE}
+        names = self.tokenizer.special_tokens_map
         is_trusted = self._template == CHAT_TEMPLATE
         return templates.render(self._template, turns, is_trusted=is_trusted, **names)
 

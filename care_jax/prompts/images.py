@@ -15,12 +15,13 @@ import hashlib
 import io
 import os
 import pathlib
+import threading
 import zipfile
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from care_jax.batch import Unusable
 from care_jax.prompts.patches import MAX_ASPECT_RATIO
@@ -34,7 +35,7 @@ MAX_FILE_BYTES = 2**28  # those pixels uncompressed, with transparency
 # file. Encoders write about 10.
 MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # not EPS: it can run programs
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS: it can run programs
 # Colour modes of at most 8 bits per channel.
 _COLOR_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
 _GRAY_16_MODES = ("I;16", "I;16B", "I;16L", "I;16N")
@@ -42,6 +43,8 @@ _NUM_BITS_TAG, _PHOTOMETRIC_TAG = 258, 262  # of TIFF
 _ORIENTATION = 0x0112  # EXIF tag
 _HASH_SIDE = 12  # lowest frequencies per axis that are hashed
 _GRAY_SIDE = 64  # pixels per side of the grey image that is transformed
+# An opened file decodes its pixels on first use, which two threads must not do at once.
+_loading = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,9 @@ class Fingerprint:
 
 
 def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
-    """Decodes an image and applies its EXIF orientation, except to PIL images.
+    """Decodes an image and applies the EXIF orientation of its file.
+
+    A PIL image is of a file if it is as `Image.open` returned it, and not a copy.
 
     `at_least` is the pixels per side that suffice: JPEG is decoded at a reduced size no smaller
     than this, which still reads the whole file. 0 decodes at full size.
@@ -64,8 +69,9 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
     if isinstance(image, Image.Image):
         with _refused_if_broken(image):
             _check_size(*image.size)
-            image.load()  # PIL opens files lazily
-            return _as_colors(image)
+            with _loading:
+                image.load()
+            return _upright(image) if image.format else _as_colors(image)
     with _refused_if_broken(image), _opened(image) as opened:
         _check_size(*opened.size)
         if opened.info.get("progressive"):
@@ -73,9 +79,7 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
         if at_least:
             opened.draft("RGB", (at_least, at_least))
         opened.load()
-        if opened.getexif().get(_ORIENTATION, 1) != 1:
-            return ImageOps.exif_transpose(_as_colors(opened))
-        return _as_colors(opened)
+        return _upright(opened)
 
 
 def image_size(image: AnyImage) -> tuple[int, int]:
@@ -129,6 +133,8 @@ def _refused_if_broken(image: AnyImage) -> Iterator[None]:
         raise
     except Image.DecompressionBombError as error:
         raise Unusable("image too large", detail) from error
+    except UnidentifiedImageError as error:
+        raise Unusable(f"image is none of {', '.join(_FORMATS)}, or damaged", detail) from error
     except Exception as error:
         raise Unusable("image unreadable or truncated", detail) from error
 
@@ -151,6 +157,13 @@ def _num_bytes(image: pathlib.Path | zipfile.Path | bytes) -> int:
     if isinstance(image, zipfile.Path):
         return image.root.getinfo(image.at).file_size  # zipfile reads no more than this
     return image.stat().st_size
+
+
+def _upright(opened: Image.Image) -> Image.Image:
+    """The colours of an opened file, turned as its EXIF orientation says."""
+    colors = _as_colors(opened)
+    is_turned = opened.getexif().get(_ORIENTATION, 1) != 1
+    return ImageOps.exif_transpose(colors) if is_turned else colors
 
 
 def _check_scans(opened: Image.Image) -> None:

@@ -11,6 +11,7 @@ transformers' `render_jinja_template`, and answers with one.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import json
 import os
@@ -20,12 +21,16 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Sequence
 from typing import Any
 
 MAX_SECONDS = 5.0  # of CPU time, for one prompt
 MAX_BYTES = 2**30  # of memory, besides the libraries
 MAX_CHARS = 2**20  # of a prompt
+# For templates that write today's date: prompts must not depend on the day of a resume. The day is
+# the one that Llama's templates fall back to.
+_TODAY = datetime.datetime(2024, 7, 26)
 
 
 class TemplateError(Exception):
@@ -54,7 +59,7 @@ def render(
 def _render(request: dict[str, Any]) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    (text,), _ = render_jinja_template(**request)
+    (text,), _ = render_jinja_template(date_string=f"{_TODAY:%d %b %Y}", **request)
     return text
 
 
@@ -122,6 +127,10 @@ def main() -> None:
     sys.path[:] = settings["path"]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print
+    from transformers.utils import chat_template_utils
+
+    # What a template's `strftime_now` reads; a function of our own would reach it as text.
+    chat_template_utils.datetime = types.SimpleNamespace(now=lambda: _TODAY)  # type: ignore
     _render({"conversations": [[]], "chat_template": ""})  # imports
     num_pages = int(pathlib.Path("/proc/self/statm").read_text("utf-8").split()[0])
     limit = num_pages * resource.getpagesize() + MAX_BYTES

@@ -75,24 +75,27 @@ def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.P
 def save_processor(policy: Policy, folder: pathlib.Path) -> None:
     """Writes the tokenizer and processor files that AutoTokenizer and AutoProcessor read.
 
-    The files of the release that the policy started from are copied unchanged, including its limits
-    on image sizes. Files that are missing there, or all if there is no release, are written from
-    the run's tokenizer and settings.
+    The files of the release that the policy started from, including its limits on image sizes, and
+    of its tokenizer's folder are copied unchanged: what transformers 5 writes, 4 does not read.
+    Files that are missing there, or all if there is no release, are written from the run's
+    tokenizer and settings.
     """
-    source = policy.folder
-    if source and source.resolve() == folder.resolve():
+    release, tokenizer = policy.folder, policy.tokenizer.name_or_path
+    if release and release.resolve() == folder.resolve():
         return
-    has_own_tokenizer = source and policy.tokenizer.name_or_path == str(source)
-    names = _PROCESSOR_FILES + (_TOKENIZER_FILES if has_own_tokenizer else ())
-    files = [source / name for name in names if source and (source / name).is_file()]
+    has_own_tokenizer = release and tokenizer == str(release)
+    files = [pathlib.Path(tokenizer) / name for name in _TOKENIZER_FILES if tokenizer]
+    files += [release / name for name in _PROCESSOR_FILES if release]
+    files = [file for file in files if file.is_file()]
     present = {file.name for file in files}
     has_processor = {"preprocessor_config.json", "processor_config.json"} & present
     if "tokenizer_config.json" not in present or not has_processor:
         policy.prompts.save_processor(folder)
     for file in files:
         shutil.copyfile(file, folder / file.name)
-    if source and has_own_tokenizer and (source / _MORE_TEMPLATES).is_dir():
-        shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
+    more_templates = pathlib.Path(tokenizer) / _MORE_TEMPLATES
+    if tokenizer and more_templates.is_dir():
+        shutil.copytree(more_templates, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
     if not has_own_tokenizer and "processor_config.json" in present:
         # The release's template, which AutoProcessor would prefer to the run's, is removed.
         path = folder / "processor_config.json"

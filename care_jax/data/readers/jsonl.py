@@ -24,9 +24,12 @@ the others become "(picture 2)" and so on.
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.readers import hub
@@ -58,7 +61,8 @@ def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> R
 def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
     """Rows given from Python, with the fields of a file's; ValueError if they are not mappings.
 
-    Rows with a length and an index are read on access, others at once. An image may also be a PIL
+    Rows with a length and an index are read on access, others at once. Values may be numpy's. An
+    image may also be a PIL
     image or the bytes of a file. Paths are relative to the current folder and may lead out of it,
     as the caller is trusted.
     """
@@ -70,15 +74,35 @@ def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
     table: Any = rows if has_index and not isinstance(rows, Mapping) else list(rows)
 
     def example(index: int) -> Example:
-        row = table[index]
+        try:
+            row = table[index]
+        except KeyError as error:
+            raise ValueError(
+                f"expected row {index} of {name}, and this {type(table).__name__} has no such key; "
+                'pass a list of dicts, of a pandas.DataFrame df.to_dict("records")'
+            ) from error
         if not isinstance(row, Mapping):
             raise ValueError(
                 f"expected a mapping with question and answer as row {index} of {name}, got a "
                 f"{type(row).__name__}; pass dicts or other mappings"
             )
+        row = {field: _as_python(value) for field, value in row.items()}
         return _example(row, index + 1, name, pathlib.Path(), images_outside=True)
 
     return Rows(len(table), example)
+
+
+def _as_python(value: Any) -> Any:
+    """A value without numpy's types; NaN, which pandas writes for a missing value, is None."""
+    if isinstance(value, np.ndarray | list | tuple):
+        return [_as_python(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _as_python(each) for name, each in value.items()}
+    if isinstance(value, np.floating):
+        value = float(str(value))  # of float32 the digits that identify it
+    elif isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _example(

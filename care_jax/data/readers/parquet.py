@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import pathlib
 import re
 import threading
@@ -25,6 +26,7 @@ MAX_GROUP_BYTES = 2**31  # of the columns that are read of a row group, decoded
 MAX_CELL_BYTES = 2**28
 _DECODED_BYTES = 2**29  # at a time, if every row had all values of the group
 _NUM_CACHED = 2  # row groups
+_SLOW_GROUP_BYTES = 2**26
 
 
 class ParquetRows:
@@ -52,6 +54,8 @@ class ParquetRows:
             )
         self._ends = list(itertools.accumulate(counts))
         self._group = functools.lru_cache(_NUM_CACHED)(self._read)
+        self._were_read: set[int] = set()
+        self._is_told = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -85,7 +89,38 @@ class ParquetRows:
                 f"row group {number} of {path} cannot be read ({_first_line(error)}); download "
                 "the file again"
             ) from error
-        return None if table is None else dict(zip(table.column_names, table.columns, strict=True))
+        if table is None:
+            return None
+        if group in self._were_read and table.nbytes > _SLOW_GROUP_BYTES and not self._is_told:
+            self._is_told = True
+            logging.warning(
+                "%s is slow to train on: each row drawn from it reads up to %d MiB again; "
+                "python -m care_jax.commands.prepare writes files for training",
+                *(path, table.nbytes >> 20),
+            )
+        self._were_read.add(group)
+        columns = zip(table.column_names, map(_with_shortest_numbers, table.columns), strict=True)
+        return dict(columns)
+
+
+def _with_shortest_numbers(column: Any) -> Any:
+    """The column; float32 numbers, or lists of them, have the fewest digits that identify them.
+
+    The float64 nearest to the float32 0.1 is 0.10000000149011612, which no answer equals.
+    """
+    import pyarrow
+    import pyarrow.types as kinds
+
+    def replaced(kind: Any, by: Any) -> Any:
+        if kinds.is_float32(kind):
+            return by
+        is_list = kinds.is_list(kind) or kinds.is_large_list(kind)
+        return pyarrow.list_(replaced(kind.value_type, by)) if is_list else kind
+
+    whole = replaced(column.type, pyarrow.float64())
+    if whole == column.type:
+        return column
+    return column.cast(replaced(column.type, pyarrow.string())).cast(whole)
 
 
 def _read_group(path: pathlib.Path, number: int, columns: Sequence[str] | None) -> Any:
@@ -158,17 +193,16 @@ def open_rows(
         row = table[index]
         parts = {name: row[column] for name, column in named.items()}
         answer = parts["answer"]
-        if isinstance(answer, list) and all(isinstance(each, str) for each in answer):
-            parts["answer"] = ", ".join(answer)
-        elif isinstance(answer, list | dict):
-            parts["answer"] = _plain(answer)
+        if isinstance(answer, list | dict):
+            is_text = len(answer) == 1 and isinstance(answer, list) and isinstance(answer[0], str)
+            parts["answer"] = answer[0] if is_text else _plain(answer)
         return make_example(
             **{"id": None, **parts},
             position=index,
-            source=release.stem,
+            source=release.stem if release.is_file() else pathlib.PurePath(path).name,
             images=images_of([row[column] for column in image_columns], folder, images_outside),
             extra={name: _plain(row[name]) for name in others},
-            needs_image=bool(image_columns),
+            needs_image=False,
         )
 
     return Rows(len(table), example)

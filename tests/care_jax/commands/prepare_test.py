@@ -128,7 +128,7 @@ def test_what_is_left_out_is_counted_by_reason_and_listed(config, tmp_path):
     assert manifest["benchmarks"]["bench"] == {
         "rows": 3,
         "usable": 2,
-        "left_out": {"image unreadable or truncated": 1},
+        "left_out": {"image is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, or damaged": 1},
         "removed": {"chartqa-human": 1, "mine": 1},
     }
     assert manifest["num_examples"] == 5

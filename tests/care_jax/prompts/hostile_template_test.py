@@ -66,10 +66,9 @@ def test_a_template_that_does_not_end_is_told_in_one_line(hurried, template):
 
 
 def test_the_process_renders_what_this_one_does():
-    names = {"bos_token": "é\u2028\n", "date_string": "26 Jul 2024"}
     for template in (CHAT_TEMPLATE, "{{ bos_token }}{{ messages | tojson }}{{ date_string }}"):
         one, other = (
-            templates.render(template, TURNS, is_trusted=is_trusted, **names)
+            templates.render(template, TURNS, is_trusted=is_trusted, bos_token="é\u2028\n")
             for is_trusted in (True, False)
         )
         assert one == other

@@ -5,6 +5,7 @@ import itertools
 import struct
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -94,14 +95,16 @@ def test_the_transparent_value_of_16_bits_is_white():
 
 INTEGERS = Image.fromarray((RAMP * 1e6).astype(np.int32))
 FLOATS = Image.fromarray(RAMP.astype(np.float32))
-UNREADABLE, RANGE = (
+UNREADABLE, OTHER_FORMAT, RANGE = (
     "image unreadable or truncated",
+    "image is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, or damaged",
     "32-bit pixels, whose range is unknown; save it",
 )
 REFUSED = {
-    "empty": (b"", UNREADABLE),
-    "SVG": (b"<svg></svg>", UNREADABLE),
-    "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", UNREADABLE),
+    "empty": (b"", OTHER_FORMAT),
+    "SVG": (b"<svg></svg>", OTHER_FORMAT),
+    "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", OTHER_FORMAT),
+    "JPEG 2000": (saved(Image.new("RGB", (16, 16)), "JPEG2000"), OTHER_FORMAT),
     "no pixels": (png_header(64, 64), UNREADABLE),
     "opened but not read": (Image.open(io.BytesIO(png_header(64, 64))), UNREADABLE),
     "long side": (png_header(30_000, 200), "image too large"),
@@ -128,7 +131,20 @@ def test_photo_is_turned_upright(picture):
     data = picture(3, format="JPEG", exif=exif)
     assert open_image(data).size == (64, 96)
     upright = open_image(picture(3, format="JPEG")).rotate(-90, expand=True)
-    assert open_image(data).tobytes() == upright.tobytes()
+    opened = Image.open(io.BytesIO(data))
+    assert open_image(data).tobytes() == open_image(opened).tobytes() == upright.tobytes()
+    turned_by_hand = opened.rotate(-90, expand=True)  # keeps the EXIF data
+    assert open_image(turned_by_hand).tobytes() == upright.tobytes()
+
+
+def test_an_opened_file_may_be_decoded_by_several_threads(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (600, 800, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    with ThreadPoolExecutor(8) as workers:
+        for _ in range(4):
+            opened = [Image.open(tmp_path / "a.png") for _ in range(4)]
+            for image in workers.map(open_image, [each for each in opened for _ in range(4)]):
+                np.testing.assert_array_equal(image, pixels)
 
 
 def test_copies_of_real_figures_look_alike_and_different_ones_do_not(shared):

@@ -89,8 +89,9 @@ def test_qwens_own_text_template_is_rendered_as_transformers_does(
     assert builder.measure(example) == (len(tokens), 0)
 
 
-def test_a_prompt_does_not_depend_on_the_day(config, tokenizer):
-    tokenizer.chat_template, tokenizer.bos_token = DATED, "<|endoftext|>"
+@pytest.mark.parametrize("template", [DATED, DATED.replace("not date_string is defined", "true")])
+def test_a_prompt_does_not_depend_on_the_day(config, tokenizer, template):
+    tokenizer.chat_template, tokenizer.bos_token = template, "<|endoftext|>"
     text = PromptBuilder(tokenizer, config, **SETTINGS, system_prompt=" Hi ").chat(question("1?"))
     assert text == (
         "<|endoftext|>Today Date: 26 Jul 2024<|im_start|>system\n\nHi<|im_end|>"

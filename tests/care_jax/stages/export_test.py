@@ -202,9 +202,13 @@ def test_a_tokenizer_from_elsewhere_brings_its_template(release, policy, params,
 def test_a_tokenizer_from_elsewhere_is_the_runs(release, policy, params, tmp_path):
     own = tmp_path / "tokenizer"
     policy.tokenizer.save_pretrained(own)
+    settings = own / "tokenizer_config.json"  # as transformers 4 writes them
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": None}))
     start = opened(release, **{"model.tokenizer": str(own)})
     folder = export.export(run_of(start), params, tmp_path / "export")
     assert "merges.txt" not in names_of(folder) and "chat_template.jinja" in names_of(folder)
+    for name in names_of(own):
+        assert (folder / name).read_bytes() == (own / name).read_bytes(), name
     for name in PROCESSOR:
         assert (folder / name).read_bytes() == (release / name).read_bytes(), name
 

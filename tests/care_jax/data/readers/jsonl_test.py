@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -114,6 +115,12 @@ def test_row_becomes_an_example(write):
     assert example.extra == {}
 
 
+@pytest.mark.parametrize("image", [None, "", [], [None], {"path": ""}])
+def test_a_row_without_an_image_is_a_question_in_text(write, image):
+    (example,), skipped = load(write(b"", GOOD | {"image": image}))
+    assert not skipped and not example.images and "<image>" not in example.question
+
+
 def test_the_space_between_context_and_response_is_kept(write):
     given = {"context": " <think>5. Wait,\n", "response": " 4</think><answer>4</answer>\n"}
     (example, bare), _ = load(write(GOOD | given, GOOD | {"id": "b", "response": " 4 "}))
@@ -201,6 +208,32 @@ def test_rows_from_python_are_those_of_a_file(write, monkeypatch):
             dataclasses.replace(example, images=expected[0].images)
             for example in checked(found, "")[0]
         ] == expected
+
+
+def test_rows_from_python_may_have_the_values_of_a_data_frame(write):
+    write(GOOD)
+    row = GOOD | {"answer": np.float32(0.1), "options": np.array([0.1, 7]), "rationale": np.nan}
+    row |= {"id": np.int64(3), "image": np.nan, "images": np.array([{"path": "ok.png"}], object)}
+    example = jsonl.in_memory([row], "train")[0]
+    assert (example.id, example.answer, example.rationale) == ("3", "0.1", "")
+    assert example.choices == ("0.1", "7.0") and len(example.images) == 1
+
+
+def test_a_table_of_columns_is_refused():
+    class Columns:
+        """As a pandas.DataFrame is."""
+
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter(("question", "answer"))
+
+        def __getitem__(self, column):
+            return {"question": ["?", "?"], "answer": ["1", "2"]}[column]
+
+    with pytest.raises(ValueError, match=r'this Columns has no .*df.to_dict\("records"\)'):
+        _ = jsonl.in_memory(Columns(), "train")[0]
 
 
 def test_images_from_python_may_be_open_or_bytes(write):

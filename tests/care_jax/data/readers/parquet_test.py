@@ -105,6 +105,54 @@ def test_release_is_fetched_by_its_hub_id(release, monkeypatch):
     assert asked == [("some/release", "dataset")]
 
 
+def test_a_release_is_named_after_its_id_and_not_after_its_commit(release, monkeypatch):
+    import huggingface_hub
+
+    commit = release.rename(release.with_name("0123456789abcdef"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(commit))
+    assert open_source("parquet", path="some/release-2.5", columns=COLUMNS)[0].source == (
+        "release-2.5"
+    )
+
+
+def test_float32_numbers_are_as_they_were_written(tmp_path, write_parquet):
+    types = {"q": pa.string(), "a": pa.float32(), "opts": pa.list_(pa.float32())}
+    row = {"q": "?", "a": 0.1, "opts": [3.14, 0.1]}
+    write_parquet(tmp_path / "x.parquet", [row], types)
+    columns = COLUMNS | {"images": ""}
+    example = open_source("parquet", path=str(tmp_path), columns=columns)[0]
+    assert (example.answer, example.choices) == ("0.1", ("3.14", "0.1"))
+
+
+def test_a_list_of_several_texts_is_no_text(tmp_path, write_parquet):
+    """It may be a list of alternatives, so only a reward function can say what it means."""
+    row = {"q": "Where?", "a": ["Paris", "paris"], "img": None, "opts": None}
+    write_parquet(tmp_path / "x.parquet", [row], TYPES)
+    source = open_source("parquet", path=str(tmp_path), columns=COLUMNS)
+    assert source[0].answer == ["Paris", "paris"]
+
+
+@pytest.mark.parametrize("cell", [None, {"bytes": None, "path": None}, {"bytes": b"", "path": ""}])
+def test_a_row_without_an_image_is_a_question_in_text(tmp_path, write_parquet, cell):
+    struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    row = {"q": "What is 2 + 2?", "a": ["4"], "img": cell, "opts": None}
+    write_parquet(tmp_path / "x.parquet", [row], TYPES | {"img": struct})
+    example = open_source("parquet", path=str(tmp_path), columns=COLUMNS)[0]
+    assert (example.question, example.images) == ("What is 2 + 2?", ())
+
+
+def test_large_row_groups_that_are_read_again_are_told_of_once(release, monkeypatch, caplog):
+    monkeypatch.setattr(parquet, "_SLOW_GROUP_BYTES", 0)
+    source = open_source("parquet", path=str(release), split="train", columns=COLUMNS)
+    for index in range(7):
+        _ = source[index]
+    assert not caplog.messages
+    for index in (0, 6, 2, 0):
+        _ = source[index]
+    (message,) = caplog.messages
+    assert "is slow to train on" in message and "care_jax.commands.prepare" in message
+
+
 def test_other_columns_are_kept_except_bytes(tmp_path, write_parquet, picture):
     types = TYPES | {
         "a": pa.list_(pa.float64()),
