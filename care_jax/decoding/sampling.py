@@ -100,8 +100,9 @@ def _invert(
     shards = jnp.pad(weights.reshape(*rows, -1, size), [(0, 0)] * (len(rows) + 1) + [(0, padding)])
     blocks = shards.reshape(*rows, -1, _BLOCK)
     sums = blocks.sum(-1)
-    upto_block = jnp.cumsum(sums, -1)
-    total = upto_block[..., -1]
+    # A parallel sum may grow by an ulp over blocks of zeros, of which none must be found.
+    upto_block = jnp.where(sums > 0, jnp.cumsum(sums, -1), -jnp.inf)
+    total = upto_block.max(-1)
     u = u * total
     block = jnp.argmax(upto_block > u[..., None], -1)[..., None]
     is_block = jnp.arange(sums.shape[-1]) == block

@@ -3,7 +3,7 @@
 | stream | key |
 |---|---|
 | initial weights, LoRA adapters | `key(seed)` |
-| RL draw n = step + try · num_steps (see `rl.dynamic_sampling`) | `fold_in(key(seed), n)` |
+| RL draw n = step + try · 2^24 (see `rl.dynamic_sampling`) | `fold_in(key(seed), n)` |
 | evaluation, probe, repairs, gradients | `fold_in(key(seed), number)`, numbers below |
 | rounding of updates to bfloat16 (`learning.train_step`) | `fold_in(key(0), step)` |
 

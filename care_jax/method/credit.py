@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Key
 
 from care_jax.batch import Credit, HostOrDevice, RawAdvantages, Rollouts, Scores, Subgroup
@@ -208,6 +209,24 @@ def _sequence_mean(rollouts, advantage, length) -> Credit:
         row_weight=jnp.broadcast_to(1 / (num_rows * length), advantage.shape).astype(jnp.float32),
         prompt_weight=jnp.ones(num_prompts),
         is_trained=rollouts.is_valid,
+    )
+
+
+def only_of_update(credit: Credit, is_judged: Bool[np.ndarray, " B"], *, has_kl: bool) -> Credit:
+    """The credit (host) without the rows that must not or cannot change the parameters.
+
+    Groups without a verdict also leave the loss's denominator. Rows whose advantage is 0 stay in
+    it; without a KL term they have no gradient, and need not be computed.
+    """
+    is_trained = is_judged[:, None, None] & credit.is_trained
+    if not has_kl:
+        is_trained &= credit.advantage[..., None] != 0
+    return Credit(
+        advantage=np.where(is_judged[:, None], credit.advantage, 0.0),
+        token_advantage=np.where(is_judged[:, None, None], credit.token_advantage, 0.0),
+        row_weight=credit.row_weight,
+        prompt_weight=np.where(is_judged, credit.prompt_weight, 0.0),
+        is_trained=is_trained,
     )
 
 

@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 
 from care_jax.batch import TreeRows
 from care_jax.packing.plan import RowPlan
-from care_jax.prompts.builder import TokenizedPrompt
-from models.config import BackboneConfig
+from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 from models.positions import ImagePatches, image_slots, pack_images, prompt_positions
 
 
@@ -24,17 +23,20 @@ def lay_out(
     prompts: Sequence[TokenizedPrompt] | Mapping[int, TokenizedPrompt],
     responses: Int[np.ndarray, "N R T"],
     plan: RowPlan,
-    config: BackboneConfig,
+    builder: PromptBuilder,
 ) -> TreeRows:
     """The rows of this process.
 
     Args:
         prompts: by their tree numbers in the plan; only those in `plan.trees` are read.
         responses: right-padded token ids, of the lengths in `plan.sizes.branches`.
+        builder: which made the prompts. Rows of a process without any prompt have the dtypes of the
+            others', since all processes must run the same program.
 
     Raises:
         ValueError: the plan was made for prompts of other sizes.
     """
+    config = builder.config
     which, offset = plan.token_branches
     is_response = which >= 0
     index = np.arange(plan.row_tokens)  # each token's index in its row
@@ -70,7 +72,7 @@ def lay_out(
         reach=reach,
         positions=positions,
         slots=slots,
-        images=_images(prompts, plan, config),
+        images=_images(prompts, plan, builder),
         predictor=predictor,
         branch=np.where(is_response, np.cumsum(offset == 0, axis=1) - 1, -1).astype(np.int32),
         scored=_compacted(is_response),
@@ -104,16 +106,19 @@ def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray,
     return sums.astype(np.float32)
 
 
-def _images(prompts, plan: RowPlan, config: BackboneConfig) -> ImagePatches | None:
+def _images(prompts, plan: RowPlan, builder: PromptBuilder) -> ImagePatches | None:
     """The patches of each row's prompts, concatenated."""
-    if not plan.row_patches or config.vision is None:
+    vision, dtype = builder.config.vision, builder.patch_dtype
+    if not plan.row_patches or vision is None:
         return None
-    dtype = next((prompts[tree].patches.dtype for tree in plan.trees), np.float32)
-    no_patch, no_grid = np.zeros((0, config.vision.patch_dim), dtype), np.zeros((0, 3), np.int32)
+    no_patch, no_grid = np.zeros((0, vision.patch_dim), dtype), np.zeros((0, 3), np.int32)
+    patches = (
+        np.concatenate([no_patch, *(prompts[p.tree].patches for p in row)]) for row in plan.rows
+    )
     return pack_images(
-        [np.concatenate([no_patch, *(prompts[p.tree].patches for p in row)]) for row in plan.rows],
+        [each.astype(dtype, copy=False) for each in patches],
         [np.concatenate([no_grid, *(prompts[p.tree].grids for p in row)]) for row in plan.rows],
-        config.vision,
+        vision,
         plan.row_patches,
     )
 

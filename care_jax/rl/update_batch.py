@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from care_jax.batch import Groups, TrainBatch
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.packing.layout import at_rows, at_tokens, lay_out
-from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
+from care_jax.packing.plan import RowPlan, plan_rows
+from care_jax.packing.trees import TreeSizes
 from care_jax.run.run import Run
 from models import backbone, lora
 
@@ -70,7 +72,7 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
             is_compared & (np.arange(is_compared.shape[1]) < run.config.rl.num_rollouts)[:, None]
         )
     batch = TrainBatch(
-        rows=lay_out(prompts, found["tokens"], plan, run.policy.config),
+        rows=lay_out(prompts, found["tokens"], plan, run.policy.prompts),
         token_advantage=at_tokens(found["token_advantage"], plan),
         old_logp=at_tokens(found["logp"], plan),
         ref_logp=np.zeros((len(plan.rows), plan.row_tokens), np.float32),
@@ -78,12 +80,21 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
         is_trained=at_tokens(credit.is_trained, plan),
         is_compared=at_tokens(is_compared, plan),
         is_answer=at_tokens(found["is_answer"], plan),
-        prompt_weight=at_rows(credit.prompt_weight, plan),
+        prompt_weight=at_rows(_with_weight_of_all(credit.prompt_weight, plan.sizes), plan),
         drawn_logp=at_tokens(found["drawn_logp"], plan) if "drawn_logp" in found else None,
         is_fresh=at_tokens(found["is_fresh"], plan) if "is_fresh" in found else None,
         routes=at_tokens(found["routes"], plan, fill=-1) if "routes" in found else None,
     )
     return batch, plan
+
+
+def _with_weight_of_all(
+    weight: Float[np.ndarray, " N"], sizes: TreeSizes
+) -> Float[np.ndarray, " N"]:
+    """Weights of the packed prompts that add up to those of all, the loss's denominator."""
+    is_packed = sizes.branches.any(1)
+    packed = weight[is_packed].sum()
+    return weight * (weight.sum() / packed) if packed else weight
 
 
 def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:

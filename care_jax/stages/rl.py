@@ -23,6 +23,7 @@ from care_jax.data.pipeline import Batches
 from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.learning.train_step import TrainState, train_step
+from care_jax.method.credit import only_of_update
 from care_jax.report.console import show_part
 from care_jax.rl import carry_over
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
@@ -98,8 +99,10 @@ def train(
             del decode_params  # frees memory for the update
             log.rolled_out(step)
 
-            groups = assign_credit(programs, choose_mixed(draws))
+            groups = assign_credit(run, programs, choose_mixed(draws))
             everyone = gather_groups(groups)
+            # The log needs their numbers; images of DAPO's draws would fill the memory of a host.
+            draws = [dataclasses.replace(each, prompts=None, examples=None) for each in draws]
             parts = groups.split(num_updates)
             pairs = zip(parts, everyone.split(num_updates), strict=True)
             packed = (train_batch(run, *pair) for pair in pairs)  # each when its turn comes
@@ -186,7 +189,7 @@ def compile_update(
     )
 
 
-def assign_credit(programs: UpdatePrograms, groups: Groups) -> Groups:
+def assign_credit(run: Run, programs: UpdatePrograms, groups: Groups) -> Groups:
     """The groups with advantages and token weights, and for CARE with A_raw, for its metrics."""
     if programs.raw_advantages is None:
         credit, raw = programs.credit(groups.rollouts, groups.scores), None
@@ -195,4 +198,6 @@ def assign_credit(programs: UpdatePrograms, groups: Groups) -> Groups:
         credit = programs.credit(groups.rollouts, *compared)
         raw = programs.raw_advantages(*compared)
     credit, raw = jax.device_get((credit, raw))
+    is_judged, has_kl = groups.is_judged.any(1), bool(run.objective.beta)
+    credit = only_of_update(credit, is_judged, has_kl=has_kl)
     return dataclasses.replace(groups, credit=credit, raw=raw)

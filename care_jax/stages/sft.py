@@ -173,7 +173,7 @@ def packed_batch(
     made = {"prompts": np.array(prompts, object), "tokens": tokens, "weight": weight}
     found = distributed.exchange_rows(made, index, len(sizes), moved=plan.moved, wanted=plan.trees)
     packed = {tree: found["prompts"][tree] for tree in plan.trees}
-    rows = lay_out(packed, found["tokens"], plan, policy.config)
+    rows = lay_out(packed, found["tokens"], plan, policy.prompts)
     return ImitationBatch(rows, at_tokens(found["weight"], plan)), plan
 
 

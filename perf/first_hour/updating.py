@@ -113,7 +113,7 @@ class Update:
         tokens = np.where(is_valid, rng.integers(0, 256, shape), config.pad_token_id)
         ones = at_tokens(is_valid.astype(np.float32), plan)
         batch = TrainBatch(
-            rows=lay_out(prompts, tokens.astype(np.int32), plan, config),
+            rows=lay_out(prompts, tokens.astype(np.int32), plan, run.policy.prompts),
             token_advantage=at_tokens(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
             old_logp=-10 * ones,
             ref_logp=-10 * ones,

@@ -72,7 +72,7 @@ def train_batch(policy, tokenized, plan, tokens, fields, prompt_weight):
     fields = {"is_compared": fields["is_trained"], **fields}
     laid_out = {name: at_tokens(np.asarray(values), plan) for name, values in fields.items()}
     return TrainBatch(
-        rows=lay_out(tokenized, np.asarray(tokens), plan, policy.config),
+        rows=lay_out(tokenized, np.asarray(tokens), plan, policy.prompts),
         prompt_weight=at_rows(np.asarray(prompt_weight), plan),
         **laid_out,
     )

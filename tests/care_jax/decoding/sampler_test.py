@@ -69,7 +69,7 @@ def trainer_logp(policy, params, image_prompts):
         tokens, lengths = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid).sum(-1)
         plan = packed_plan(image_prompts, lengths, row_tokens=384, row_patches=256)
         plan = padded(plan, num_rows=1, row_tokens=384, row_patches=256)
-        logp, *_ = score(params, lay_out(image_prompts, tokens, plan, policy.config))
+        logp, *_ = score(params, lay_out(image_prompts, tokens, plan, policy.prompts))
         return take_back(np.asarray(logp), plan, tokens.shape[-1])
 
     return trainer_logp
@@ -204,7 +204,7 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
         options = {"features": features, "slots": rows.slots}
         return backbone.forward(params, x, rows.positions, mask, config, **options)[0]
 
-    hidden = hidden_states(lay_out(image_prompts, tokens, plan, config))
+    hidden = hidden_states(lay_out(image_prompts, tokens, plan, ending.prompts))
     hidden = np.stack(
         [take_back(x, plan, MAX_TOKENS) for x in np.moveaxis(np.asarray(hidden), -1, 0)], -1
     )
@@ -229,7 +229,7 @@ def test_routes_of_tokens_that_a_step_has_read_are_the_trainers_own(
     rollouts = decode(jax.random.key(2), contexts, keeps_routes=True)
     is_valid, is_forced = np.asarray(rollouts.is_valid), np.asarray(rollouts.is_forced)
     plan = packed_plan(image_prompts, is_valid.sum(-1), row_tokens=384, row_patches=256)
-    rows = lay_out(image_prompts, np.asarray(rollouts.tokens), plan, policy.config)
+    rows = lay_out(image_prompts, np.asarray(rollouts.tokens), plan, policy.prompts)
     options = logprobs.ForwardOptions(jnp.float32)
     fixed = {"config": policy.config, "options": options}
     score = jax.jit(functools.partial(logprobs.score_rows, params, **fixed))

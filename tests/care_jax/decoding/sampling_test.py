@@ -79,6 +79,25 @@ def test_sampling_never_takes_what_has_no_probability(vocab_size, vocab_shards):
     np.testing.assert_allclose(counts / len(tokens), [0.3, 0.1, 0.2, 0.15, 0.25], atol=0.03)
 
 
+def test_a_draw_between_two_blocks_takes_a_token_of_the_nucleus():
+    """A cumulative sum over the blocks of a large vocabulary is not flat where they are empty."""
+    rng, num_ids = np.random.default_rng(0), 151_936
+    logits = 2 * rng.normal(size=(64, num_ids)).astype(np.float32)
+    for row in logits:
+        row[rng.integers(0, num_ids, 40)] = rng.normal(10, 4, 40)
+    weights = sampling.nucleus(jnp.exp(logits - logits.max(-1, keepdims=True)), 0.95)
+    sums = weights.reshape(64, -1, 128).sum(-1)
+    upto = np.asarray(jnp.cumsum(sums, -1))
+    for _ in range(2):
+        block = rng.integers(0, upto.shape[1] - 1, 64)
+        u = np.take_along_axis(upto, block[:, None], 1)[:, 0] / upto[:, -1]
+        u = jnp.minimum(u, np.nextafter(np.float32(1), np.float32(0)))
+        tokens, logp, _ = sampling.sample_token(jnp.asarray(logits), u, temperature=1.0, top_p=0.95)
+        assert (
+            np.isfinite(logp).all() and (np.take_along_axis(weights, tokens[:, None], 1) > 0).all()
+        )
+
+
 def test_the_least_and_the_largest_draw_take_a_token():
     logits = jnp.log(jnp.array([[0.0, 0.3, 0.7, 0.0]] * 2))
     u = jnp.array([0.0, np.nextafter(np.float32(1), np.float32(0))])

@@ -21,7 +21,7 @@ def log_probabilities(policy, params, image_prompts):
 
     def log_probabilities(responses):
         plan = LAYOUTS["replicated"](image_prompts, np.asarray(responses.is_valid).sum(-1))
-        rows = lay_out(image_prompts, np.asarray(responses.tokens), plan, policy.config)
+        rows = lay_out(image_prompts, np.asarray(responses.tokens), plan, policy.prompts)
         return [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in score(rows)]
 
     return log_probabilities

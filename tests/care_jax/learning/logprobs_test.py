@@ -33,7 +33,7 @@ def test_packed_trees_give_the_log_probabilities_and_gradient_of_replicated_rows
 
     def found(layout):
         plan = LAYOUTS[layout](image_prompts, lengths)
-        rows = lay_out(image_prompts, tokens, plan, policy.config)
+        rows = lay_out(image_prompts, tokens, plan, policy.prompts)
         (_, scored), grad = weighted(params, rows, at_tokens(np.asarray(weights), plan))
         return [take_back(np.asarray(x), plan, tokens.shape[-1]) for x in scored], grad
 

@@ -6,6 +6,11 @@ sibling's last; a split tree without its image; `at_tokens` and `take_back` by r
 branch.
 """
 
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -43,7 +48,7 @@ def responses_of(lengths):
 def laid_out(policy, tokenized, lengths, **kwargs):
     shape = {"row_tokens": 128, "row_patches": 256, "microbatch_size": 2, "token_multiple": 16}
     plan = plan_rows(sizes_of(tokenized, lengths), **{**shape, "patch_multiple": 16, **kwargs})
-    return plan, lay_out(tokenized, responses_of(lengths), plan, policy.config)
+    return plan, lay_out(tokenized, responses_of(lengths), plan, policy.prompts)
 
 
 def paths(plan):
@@ -207,7 +212,7 @@ def test_two_processes_score_all_branches_between_them(policy, tokenized):
             process=process,
         )
         own = {tree: tokenized[tree] for tree in plan.trees}  # no other prompt is there
-        rows = lay_out(own, values, plan, policy.config)
+        rows = lay_out(own, values, plan, policy.prompts)
         np.testing.assert_array_equal(
             rows.tokens[rows.predictor >= 0], at_tokens(values, plan)[rows.predictor >= 0]
         )
@@ -219,8 +224,27 @@ def test_two_processes_score_all_branches_between_them(policy, tokenized):
     assert weight == pytest.approx(1111)
 
 
+def test_rows_without_a_prompt_have_the_dtypes_of_the_others(policy, tokenized):
+    """Of three processes two have nothing to compute, and all must run one program."""
+    builder = copy.copy(policy.prompts)
+    builder.patch_dtype = np.dtype(jnp.bfloat16)
+    patches = tokenized[0].patches.astype(jnp.bfloat16)
+    prompts, lengths = [dataclasses.replace(tokenized[0], patches=patches)], [[5]]
+    found, num_trees = [], []
+    for process in range(3):
+        shape = {"row_tokens": 128, "row_patches": 256, "microbatch_size": 3}
+        shape |= {"token_multiple": 16, "patch_multiple": 16}
+        places = {"num_processes": 3, "process": process}
+        plan = plan_rows(sizes_of(prompts, lengths), **shape, **places)
+        num_trees.append(len(plan.trees))
+        rows = lay_out(prompts, responses_of(lengths), plan, builder)
+        found.append([(x.shape, x.dtype) for x in jax.tree.leaves(rows)])
+    assert sorted(num_trees) == [0, 0, 1]
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_plan_for_other_prompts_is_refused(policy, tokenized):
     plan, _ = laid_out(policy, tokenized, LENGTHS)
     other = TokenizedPrompt(tokenized[0].tokens[:-1], tokenized[0].grids, tokenized[0].patches)
     with pytest.raises(ValueError, match=r"prompt 0 must have 42 tokens .* got 41 and 48"):
-        lay_out([other, *tokenized[1:]], responses_of(LENGTHS), plan, policy.config)
+        lay_out([other, *tokenized[1:]], responses_of(LENGTHS), plan, policy.prompts)

@@ -47,7 +47,10 @@ def numbers_in(batch):
 
 
 def test_an_update_gets_its_prompts_and_their_trained_responses(make_run, groups):
-    """A response without any trained token, and a prompt without any such, take no place."""
+    """A response without any trained token, and a prompt without any such, take no place.
+
+    The prompt stays in the loss's denominator.
+    """
     credited = credit_of(groups.rollouts.tokens.shape)
     is_trained = credited.is_trained & groups.rollouts.is_valid
     is_trained[2, 1] = is_trained[0] = False
@@ -65,7 +68,7 @@ def test_an_update_gets_its_prompts_and_their_trained_responses(make_run, groups
             not batch.ref_logp.any() and not batch.token_advantage[batch.rows.predictor < 0].any()
         )
         np.testing.assert_allclose(
-            batch.prompt_weight.sum(), credited.prompt_weight[used].sum(), rtol=1e-6
+            batch.prompt_weight.sum(), credited.prompt_weight[[*prompts]].sum(), rtol=1e-6
         )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from report_page import data_of
-from scripted import LOOP, STEPS, B, R, Script, T, credit_of
+from scripted import LOOP, STEPS, B, R, Script, T, credit_of, scripted_update
 
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import flops, sharding
@@ -255,6 +255,20 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
             record["train_tflops_per_second"] * record["train_seconds"] > 0
             and "train_mfu" not in record
         )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_rows_that_cannot_change_the_parameters_are_not_trained_on(make_run, groups, beta):
+    """Groups without a verdict, and without a KL term rows whose advantage is 0."""
+    credited = credit_of(groups.rollouts.tokens.shape)
+    credited.advantage[1] = 0.0
+    components = np.array([[{"acc": 1.0}] * R] * B, object)
+    components[2] = [{}] * R
+    run = make_run({"rl.objective": "grpo", "grpo.beta": beta})
+    programs = scripted_update(credit=lambda rollouts, scores: credited)
+    found = rl.assign_credit(run, programs, groups.replace(components=components))
+    is_trained = found.credit.is_trained.any((1, 2)).tolist()
+    assert is_trained == [True, beta > 0, False, True]
 
 
 class SecondStepIsSkipped(Script):
