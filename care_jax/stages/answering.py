@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from care_jax.decoding.rollout_buffer import Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, loaded_programs, sharding, streams
 from care_jax.devices.device_clock import DeviceClock
+from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.console import progress
 from care_jax.rewards.scores import row_texts
 from care_jax.rl.rollout import compile_decoder
@@ -121,15 +123,17 @@ def decode_batches(
     num_rows = _NUM_BATCHES * size
     todo = (place for place in range(len(questions)) if place not in done)
     firsts = sorted({place - place % num_rows for place in todo})
-    for first in progress(firsts, f"evaluate {label}", 0, len(firsts)):
-        loaded_programs.drop_if_many()
-        local = [
+    groups = [
+        [
             place
             for place in (first + local_rows).tolist()
             if place < len(questions) and place not in done
         ]
-        examples = {place: questions[place] for place in local}
-        prompts = {place: policy.prompts.tokenize(examples[place]) for place in local}
+        for first in firsts
+    ]
+    groups = _prepared(run, questions, groups)
+    for examples, prompts in progress(groups, f"evaluate {label}", 0, len(firsts)):
+        loaded_programs.drop_if_many()
         kept = [place for place, prompt in prompts.items() if policy.prompts.fits(prompt)]
         try:
             parts = list(decode([Request(place, prompts[place]) for place in kept]))
@@ -145,8 +149,33 @@ def decode_batches(
             examples=[examples[place] for place in kept],
             rollouts=rollouts,
             texts=texts,
-            dropped={place: examples[place] for place in local if place not in kept},
+            dropped={place: examples[place] for place in examples if place not in kept},
         )
+
+
+def _prepared(
+    run: Run, questions: Sequence[Example], groups: Sequence[Sequence[int]]
+) -> Iterator[tuple[dict[int, Example], dict[int, TokenizedPrompt]]]:
+    """Examples and prompts of each group of indices; threads prepare the next group meanwhile."""
+    workers = ThreadPoolExecutor(run.config.data.num_workers, "prompts")
+
+    def prepare(place: int) -> tuple[Example, TokenizedPrompt]:
+        example = questions[place]
+        return example, run.policy.prompts.tokenize(example)
+
+    def begin(places: Sequence[int]) -> dict[int, Future[tuple[Example, TokenizedPrompt]]]:
+        return {place: workers.submit(prepare, place) for place in places}
+
+    try:
+        upcoming = iter(groups)
+        begun = begin(next(upcoming, ()))
+        for _ in groups:
+            done = {place: future.result() for place, future in begun.items()}
+            begun = begin(next(upcoming, ()))
+            examples = {place: example for place, (example, _) in done.items()}
+            yield examples, {place: prompt for place, (_, prompt) in done.items()}
+    finally:
+        workers.shutdown(cancel_futures=True)
 
 
 def _no_rollouts(run: Run) -> Rollouts:

@@ -21,6 +21,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,7 @@ class Evaluator:
     ):
         self._run, self._examples, self._benchmarks = run, examples, benchmarks
         self._programs = functools.cache(lambda: compile_answering(run))
+        self._answered: dict[str, pathlib.Path] = {}  # files of samples by their digests
 
     def __call__(
         self, params: backbone.Params, *, name: str, step: int | None = None
@@ -137,6 +139,8 @@ class Evaluator:
             questions = held_out.questions_of(examples, score)
             # A reward function may depend on anything, so its samples are not reused.
             of = None if verifier.has_reward else _digest(settings | self._held_out_settings)
+            if of:
+                self._take_over(path, of)
             samples = _answer(run, decode, questions, path, of, label)
         answered = [sample for sample in samples if not sample["is_dropped"]]
         judged = [sample for sample in answered if sample["acc"] is not None]
@@ -190,6 +194,7 @@ class Evaluator:
             of = {"benchmark": benchmark.name, "rows": _digest(benchmark.fingerprint())}
             digest = _digest(settings | of)
             questions = benchmark.questions(judge)
+            self._take_over(path, digest)
             samples = _answer(self._run, decode, questions, path, digest, benchmark.name)
             if lost := sum(sample["is_dropped"] for sample in samples):
                 print_line(
@@ -224,6 +229,15 @@ class Evaluator:
             for key, value in figures.items()
             if key in ("acc", "acc_low", "acc_high") or key.startswith("pass@")
         }
+
+    def _take_over(self, path: pathlib.Path, digest: str) -> None:
+        """Copies the samples of an earlier evaluation of the same weights, questions and settings.
+
+        The end of a stage with `eval_every` and the stage "evaluate" behind it are two such.
+        """
+        answered = self._answered.setdefault(digest, path)
+        if answered != path and jax.process_index() == 0 and not read(path, digest):
+            shutil.copyfile(answered, path)
 
 
 def _path(stem: pathlib.Path, step: int | None, suffix: str = "") -> pathlib.Path:

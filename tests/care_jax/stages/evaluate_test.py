@@ -250,6 +250,7 @@ def test_an_evaluation_inside_a_stage_leaves_the_files_of_its_step(benchmark_run
     assert metrics[0] == metrics[1]
     assert metrics[0]["acc"] == metrics[0]["mean/acc"] == pytest.approx(3 / 5)
     assert len(asked[1]) == 1  # compiled once, for both kinds of questions and both steps
+    assert len(asked[1][0]["asked"]) == 2 * len(examples)  # the weights are the same at both steps
     left = {str(path.relative_to(run.workdir)) for path in run.workdir.rglob("*.jsonl")}
     assert left == {
         f"{folder}/step_{step}{rest}"
@@ -259,6 +260,37 @@ def test_an_evaluation_inside_a_stage_leaves_the_files_of_its_step(benchmark_run
             ("benchmarks_rl", "/samples_mathvision_testmini.jsonl"),
         )
     }
+
+
+def test_samples_are_taken_over_for_the_same_weights_alone(make_run, examples, asked):
+    run = make_run(SETTINGS)
+    evaluator = evaluate.Evaluator(run, examples, [])
+    others = {"w": jnp.ones(3)}
+    for step, (params, num_asked) in enumerate(((PARAMS, 5), (others, 10), (PARAMS, 10))):
+        evaluator(params, name="rl", step=step)
+        assert len(asked[1][0]["asked"]) == num_asked
+    before = run.workdir / "samples_rl.jsonl"  # of an evaluation of other weights
+    before.write_text((run.workdir / "samples_rl" / "step_0.jsonl").read_text())
+    evaluator(others, name="rl")
+    assert len(asked[1][0]["asked"]) == 10
+
+
+def test_the_next_prompts_are_prepared_while_some_are_decoded(make_run, examples):
+    """Of three groups; those of the first two are there before the first is decoded."""
+    seen, both = [], threading.Event()
+
+    class Questions(list):
+        def __getitem__(self, place):
+            seen.append(place)
+            if {0, 1, 2, 3} <= {*seen}:
+                both.set()
+            return super().__getitem__(place)
+
+    run = make_run(SETTINGS)
+    groups = answering._prepared(run, Questions(examples), [[0, 1], [2, 3], [4]])
+    assert list(next(groups)[0]) == [0, 1] and both.wait(60) and 4 not in seen
+    assert [list(examples) for examples, _ in groups] == [[2, 3], [4]]
+    assert not list(answering._prepared(run, examples, []))
 
 
 def test_prompts_that_all_exceed_the_buckets_are_refused(make_run, asked):
