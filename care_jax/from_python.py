@@ -75,7 +75,7 @@ def train_on(
         examples["evaluate"] = jsonl.in_memory(test, "test")
     elif not config.evaluate.benchmarks and not has_test(config):
         config.stages = tuple(stage for stage in config.stages if stage != "evaluate")
-    xla_flags.set_defaults()
+    xla_flags.set_defaults(config.xla_preset)
     evaluations = main.run_stages(config, folder, examples=examples, reward=reward)
     path = folder / "metrics.jsonl"  # written by process 0
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -101,11 +101,12 @@ def run_stages(
             compilation.keep_programs()
         else:
             compilation.keep_no_programs()
+        # As given: read on other devices, config.json must not have the sizes filled in for these.
         if jax.process_index() == 0:
-            write_config(run.config, workdir)
-            write_start(run.config, workdir, run.mesh, overridden, given)
+            write_config(config, workdir)
+            write_start(config, workdir, run.mesh, overridden, given)
         print_line(terminal.banner(run, sources, given))
-        settings = json.loads(run.config.to_json_best_effort())
+        settings = json.loads(config.to_json_best_effort())
         with (
             MetricWriter(workdir, settings, **run.config.metrics) as writer,
             compilation.Announcer(print_line, terminal.PROGRAMS, terminal.num_programs(run.config)),
@@ -178,7 +179,7 @@ def run_main() -> None:
         distributed.exit_run(message, is_preempted=True)
     except KeyboardInterrupt:
         # Each process gets its own Ctrl-C, so none must wait for the others.
-        message = interrupts.message(pathlib.Path(flags.FLAGS.workdir))
+        message = interrupts.message(pathlib.Path(flags.FLAGS.workdir).expanduser())
         distributed.exit_run(message, status=interrupts.STATUS)
     except (ValueError, FloatingPointError) as error:
         distributed.exit_run(f"error: {error}")

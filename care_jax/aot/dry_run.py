@@ -29,11 +29,11 @@ from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,
     abstract_state,
-    checkpoint_folder,
     compile_to_decode_layout,
     has_checkpoint,
     make_adamw,
     params_of,
+    saved_steps,
 )
 
 NUM_ROWS = 2  # shown per source
@@ -46,7 +46,8 @@ def describe(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
     """The description, in plain text; `sources` has the examples of each stage.
 
     Raises:
-        ValueError: a source has no usable row among its first `_MOST_TRIED`.
+        ValueError: a source has no usable row among its first `_MOST_TRIED`, or the workdir is a
+            file or inside one.
     """
     sections = {
         "Configuration": _configuration(run.config),
@@ -177,13 +178,18 @@ def _memory(run: Run) -> Iterator[str]:
 
 def _files(run: Run) -> Iterator[str]:
     config, workdir = run.config, run.workdir
+    existing = next(path for path in (workdir, *workdir.parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(
+            f"--workdir must be a folder or one to create, got {workdir}, and {existing} is a "
+            "file; choose another --workdir"
+        )
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
     yield "config.json, starts.jsonl, metrics.jsonl, tensorboard/"
     yield "report.html, report.jsonl, rollouts.jsonl"
     for stage in (stage for stage in TRAINING if stage in config.stages):
         adamw = make_adamw(run, stage)
-        folder = checkpoint_folder(run, stage)
-        saved = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+        saved = saved_steps(workdir, stage)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(run, adamw)))
         yield (
             f"checkpoints/{stage}/: every {config.checkpoint_every} steps and after the "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from care_jax.config.keys import check_keys
-from care_jax.config.resume import TRAINING
-from care_jax.data.sources import check_section
+from care_jax.config.keys import check_keys, leaves
+from care_jax.config.resume import DRAWN_RESPONSES, TRAINING
+from care_jax.data.sources import MIXTURE, check_section, has_option, parts_of
 from care_jax.data.stages import SECTIONS
 from care_jax.devices import distributed, sharding
 from care_jax.learning import optimizer
@@ -20,7 +20,11 @@ from care_jax.rewards.reward_function import load_reward
 
 
 def check_config(
-    config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (), given: Collection[str] = ()
+    config: ConfigDict,
+    mesh: Mesh,
+    overridden: Collection[str] = (),
+    given: Collection[str] = (),
+    saved: Mapping[str, Collection[int]] | None = None,
 ) -> None:
     """Rejects a configuration from `fill_in` that cannot run, naming the key to change.
 
@@ -29,6 +33,7 @@ def check_config(
             read are rejected.
         given: what is passed from Python instead: "rl" or "evaluate" for a stage's examples, and
             "reward".
+        saved: the steps with a checkpoint in the workdir, by training stage; None: there are none.
 
     Raises:
         ValueError: one line, the first error found.
@@ -76,7 +81,7 @@ def check_config(
         sharding.check_divides("evaluate.batch_size", config.evaluate.batch_size, batches)
         _check_evaluate(config.evaluate)
     _check_best(config)
-    _check_export(config)
+    _check_export(config, saved or {})
     for stage, section in SECTIONS.items():
         is_held_out = is_evaluated(config) and not has_benchmarks_only(config)
         is_used = is_held_out if stage == "evaluate" else stage in trained
@@ -139,7 +144,16 @@ def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, st
     if not config.model.lora_rank:
         for name in ("lora_alpha", "lora_experts"):
             yield f"model.{name}", "without model.lora_rank; leave it out or set that above 0"
+    elif not config.model.freeze_vision:
+        why = "with model.lora_rank, which trains adapters alone; leave it out or set that to 0"
+        yield "model.freeze_vision", why
+    if not config.evaluate.judge_url:
+        why = "without evaluate.judge_url; leave it out or set that"
+        names = ("judge_model", "judge_timeout", "judge_retries", "judge_prices")
+        yield from ((f"evaluate.{name}", why) for name in names)
+    yield from _unread_data(config)
     if "rl" not in config.stages:
+        yield "profile_steps", "without the stage 'rl'; leave it out or add that to stages"
         return
     objective = config.rl.objective
     for other in OBJECTIVES:
@@ -154,6 +168,21 @@ def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, st
     for name, why in _unread_of(objective, config[objective]):
         if not (name == "cue" and teaches_cue):
             yield f"{objective}.{name}", why
+
+
+def _unread_data(config: ConfigDict) -> Iterator[tuple[str, str]]:
+    """`_unread` within `data`."""
+    for section in SECTIONS.values():
+        if config.data[section].source == MIXTURE:
+            keys = {key for key, _ in leaves(config.data[section])} - {"source", "parts"}
+            why = f"on a mixture; leave it out or set data.{section}.parts[0]"
+            yield from ((f"data.{section}.{key}", f"{why}.{key}") for key in sorted(keys))
+    if "sft" in config.stages:
+        sources = [part.source for part in parts_of(config.data.sft)]
+        why = f"on the responses of data.sft, from {', '.join(sources)}; leave it out"
+        for name in DRAWN_RESPONSES:
+            if config.data[name] and not any(has_option(source, name) for source in sources):
+                yield f"data.{name}", why
 
 
 def _unread_of(objective: str, section: ConfigDict) -> Iterator[tuple[str, str]]:
@@ -290,7 +319,7 @@ def _check_best(config: ConfigDict) -> None:
         )
 
 
-def _check_export(config: ConfigDict) -> None:
+def _check_export(config: ConfigDict, saved: Mapping[str, Collection[int]]) -> None:
     """Rejects an export.step that the run will not have saved, before days of training."""
     step, stages = config.export.step, tuple(config.stages)
     before = stages[: stages.index("export")] if "export" in stages else ()
@@ -303,8 +332,22 @@ def _check_export(config: ConfigDict) -> None:
             f"export.step 'best' needs {last}.eval_every and keep_best above 0, got "
             f"{section.eval_every} and {config.keep_best}; set them, or export.step to 'last'"
         )
-    if step.isdecimal() and int(step) > section.num_steps:
+    if not step.isdecimal():
+        return
+    done = [*saved.get(last, ())]
+    kept = [*done, *(each for each in _kept_steps(config, last) if each > max(done, default=0))]
+    is_best = config.keep_best and section.eval_every
+    best = range(section.eval_every, section.num_steps + 1, section.eval_every) if is_best else ()
+    if int(step) not in kept and int(step) not in best:
+        more = f" or one of every {section.eval_every} as the best" if best else ""
         raise ValueError(
-            f"export.step {step} must not exceed {last}.num_steps {section.num_steps}; set it to a "
-            "step that is saved, or to 'last'"
+            f"export.step {step} must be a checkpoint of {last} that is kept after its last step, "
+            f"{', '.join(map(str, kept))}{more}; set it to one of these or to 'last', or change "
+            "checkpoint_every and keep_checkpoints"
         )
+
+
+def _kept_steps(config: ConfigDict, stage: str) -> list[int]:
+    """The newest checkpoints after a stage that neither stops nor saves a best one in between."""
+    every, last, keep = config.checkpoint_every, config[stage].num_steps, config.keep_checkpoints
+    return [*range(every, last, every)[-keep:], last][-keep:]

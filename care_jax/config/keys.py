@@ -27,7 +27,10 @@ _MAX_INT = 2**31 - 1  # of int32 on the devices
 
 # Whether a key may change on resume, in the words that `python -m care_jax.config.keys` prints.
 FIXED = ""  # weights depend on it
-STEPS = "to any number not below the steps already done; a cosine schedule then follows the new one"
+STEPS = (
+    "to any number not below the steps already done, that of `sft` only before RL has checkpoints; "
+    "a cosine schedule then follows the new one"
+)
 MOVED = (
     "if the last part of the path stays the same: `a/rows.jsonl` may become `b/rows.jsonl`, not "
     "`a/other.jsonl`"

@@ -1,8 +1,10 @@
 """Checks that a resumed run has the settings that its checkpoints depend on.
 
 Every checkpoint stores these settings: the seed, `model`, the stage's section and data, and in RL
-the objective's section and the verifier's rewards. A run that resumes from it or exports it must
-have the same values, except where `config.keys` allows a change.
+the objective's section and the verifier's rewards. Those of a training stage before it count too:
+the cold start makes the first policy of RL and the reference of its KL term. A run that resumes
+from a checkpoint or exports it must have the same values, except where `config.keys` allows a
+change.
 """
 
 from __future__ import annotations
@@ -19,21 +21,25 @@ from care_jax.data.stages import SECTIONS
 from care_jax.method.objectives import OBJECTIVES
 
 TRAINING = ("sft", "rl")  # the stages that train
-# Prefixes of the keys that no other stage's weights depend on.
+# Keys of `data` for the responses that drawn sources give to the cold start.
+DRAWN_RESPONSES = ("teacher_error", "misread_share", "mixed_errors", "lucky_share", "cue_share")
+# Prefixes of the keys that the weights depend on only if they went through the stage.
 _ONLY_IN = {
-    "sft": (
-        *("sft.", "data.sft.", "data.teacher_error", "data.misread_share", "data.mixed_errors"),
-        *("data.lucky_share", "data.cue_share"),
-    ),
+    "sft": ("sft.", "data.sft.", *(f"data.{name}" for name in DRAWN_RESPONSES)),
     "rl": ("rl.", "data.train.", "data.buckets", "verifier.", *(f"{name}." for name in OBJECTIVES)),
 }
 
 
 def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
     """The settings that the weights of a stage, "sft" or "rl", depend on, by dotted key."""
-    (other,) = set(TRAINING) - {stage}
-    unread = (*_ONLY_IN[other], f"data.{SECTIONS['evaluate']}.", "data.prepare.")
-    if stage == "rl":
+    stages = list(config.stages)
+    before = stages[: stages.index(stage)] if stage in stages else []
+    before = [name for name in before if name in TRAINING]
+    passed = {stage, *before}
+    unread = (f"data.{SECTIONS['evaluate']}.", "data.prepare.")
+    for other in set(TRAINING) - passed:
+        unread += _ONLY_IN[other]
+    if "rl" in passed:
         unread += tuple(f"{name}." for name in OBJECTIVES if name != config.rl.objective)
     found = {}
     for key, value in leaves(json.loads(config.to_json_best_effort())):
@@ -41,11 +47,10 @@ def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
             continue
         is_parts = isinstance(value, list) and value and isinstance(value[0], dict)
         found |= {f"{key}.number": len(value)} if is_parts else {key: value}
-    if stage == "sft" and config.data.cue_share:
+    if "sft" in passed and config.data.cue_share:
         found["care.cue"] = config.care.cue
-    if stage in config.stages:
-        before = config.stages[: list(config.stages).index(stage)]
-        found["stages"] = [name for name in before if name in TRAINING]
+    if stage in stages:
+        found["stages"] = before
     return found
 
 
@@ -63,7 +68,7 @@ def check(
     differing = [
         f"{named.get(key, key)} was {saved[key]!r}, is {ours[key]!r}"
         for key in sorted(saved.keys() & ours.keys())
-        if not _may_become(key, saved[key], ours[key], step)
+        if not _may_become(key, saved[key], ours[key], stage, step)
     ]
     if differing:
         raise ValueError(
@@ -72,9 +77,8 @@ def check(
         )
 
 
-def _may_become(key: str, old: Any, new: Any, step: int) -> bool:
-    change = change_of(key)
-    if old == new or change == STEPS:
+def _may_become(key: str, old: Any, new: Any, stage: str, step: int) -> bool:
+    if old == new or key == f"{stage}.num_steps":
         return old == new or new >= step
-    is_path = change == MOVED and bool(old and new)
+    is_path = change_of(key) == MOVED and bool(old and new)
     return is_path and pathlib.PurePath(old).name == pathlib.PurePath(new).name

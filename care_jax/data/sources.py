@@ -48,9 +48,14 @@ SOURCES: dict[str, Callable[..., Sequence[Example]]] = {
 MIXTURE = "mixture"  # of several sources
 
 
+def has_option(name: str, option: str) -> bool:
+    """Whether there is a source of this name with this option."""
+    return name in SOURCES and option in inspect.signature(SOURCES[name]).parameters
+
+
 def is_drawn(name: str) -> bool:
     """Whether a source draws its examples on demand, and reads no file."""
-    return name in SOURCES and "path" not in inspect.signature(SOURCES[name]).parameters
+    return name in SOURCES and not has_option(name, "path")
 
 
 def parts_of(section: Any) -> Sequence[Any]:

@@ -9,6 +9,7 @@ and each parameter is all-gathered where it is used. The default decoding rules 
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import math
@@ -25,6 +26,11 @@ from models import layers
 from models.attention.packed import AttentionImpl
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
+# All names that parameters, activations, caches and batches have; a test compares them with models.
+LOGICAL_AXES = (
+    *("batch", "tokens", "vocab", "embed", "mlp", "heads", "kv_heads", "head_dim"),
+    *("attended_heads", "expert", "expert_embed", "layers"),
+)
 
 # (logical axis, the mesh axes that shard it), in order of precedence.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
@@ -152,8 +158,20 @@ def partition_spec(
 
 
 def check_rules(name: str, rules: Rules) -> None:
-    """Rejects rules, the config's key `name`, that name an unknown mesh axis."""
-    for logical, _ in rules:
+    """Rejects rules, the config's key `name`, with an unknown axis or two for one logical axis."""
+    named = [logical for logical, _ in rules]
+    for logical in named:
+        if logical not in LOGICAL_AXES:
+            near = difflib.get_close_matches(logical, LOGICAL_AXES)
+            raise ValueError(
+                f"{name} has a rule for {logical!r}, which no array has an axis of; write "
+                f"{' or '.join(map(repr, near)) or 'one of ' + ', '.join(LOGICAL_AXES)}"
+            )
+        if named.count(logical) > 1:
+            raise ValueError(
+                f"{name} must have one rule for {logical!r}, got {named.count(logical)}, of which "
+                "only the first would count; remove the others"
+            )
         for mesh_axis in mesh_axes(logical, rules):
             if mesh_axis not in MESH_AXES:
                 raise ValueError(

@@ -285,11 +285,12 @@ class MetricWriter:
                     values[f"{name}/{reason.replace(' ', '_')}"] += count
         return dict(sorted(values.items()))
 
-    def close(self) -> None:
+    def close(self, error: type[BaseException] | None = None) -> None:
+        """Closes TensorBoard and the trackers, which show whether an exception ended the run."""
         for board in self._boards.values():
             board.close()
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(error)
         if self._refused is not None:
             raise self._refused
 
@@ -336,4 +337,4 @@ class MetricWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # On a full disk closing fails too, and would hide the first error.
         with contextlib.suppress(*() if kind is None else (Exception,)):
-            self.close()
+            self.close(kind)

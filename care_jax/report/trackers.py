@@ -2,6 +2,9 @@
 
 Steps sent there cannot be dropped. A resumed stage sends the steps that it repeats once more, with
 the same values: wandb ignores them, MLflow keeps both points.
+
+All runs of a process end as the process does: an exception in RL also marks the run of its cold
+start as failed, until a restart ends well.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from care_jax.devices import distributed
 from care_jax.report import about, pictures
 
 # Shown for a response on TensorBoard and wandb.
 _COLUMNS = ("role", "acc", "reward", "advantage", "tokens", "reason", "components", "text")
 _MOST_PARAMS = 100  # in one request to MLflow
 _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")  # characters no name may have
+_STOPPED = (distributed.Preempted, KeyboardInterrupt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +40,14 @@ class Source:
         return f"{self.workdir.name}/{stage}"
 
     def number(self, stage: str) -> str:
-        """The same for a resumed stage, different for each workdir."""
-        return hashlib.sha256(f"{self.workdir}/{stage}".encode()).hexdigest()[:16]
+        """The same for a resumed stage, different for each run and workdir.
+
+        The first line of starts.jsonl tells a run from another one that had or has the same path,
+        in an emptied folder or on another machine.
+        """
+        path = self.workdir / "starts.jsonl"
+        begun = path.read_bytes().partition(b"\n")[0] if path.exists() else b""
+        return hashlib.sha256(f"{self.workdir}/{stage}".encode() + begun).hexdigest()[:16]
 
     def tags(self, stage: str) -> dict[str, str]:
         """Stage, objective and model."""
@@ -86,9 +97,10 @@ class Wandb:
                 table.add_data(*head, *row.values())
         self._runs[stage].log({"rollouts": table}, step=step)
 
-    def close(self) -> None:
+    def close(self, error: type[BaseException] | None = None) -> None:
+        """Ends the runs, as failed if an exception of this type ends the process."""
         for run in self._runs.values():
-            run.finish()
+            run.finish(exit_code=int(error is not None))
 
 
 class Mlflow:
@@ -125,10 +137,14 @@ class Mlflow:
     def show(self, stage: str, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Nothing: responses are in report.html."""
 
-    def close(self) -> None:
+    def close(self, error: type[BaseException] | None = None) -> None:
+        """Ends the runs, as failed or killed if an exception of this type ends the process."""
         self._mlflow.flush_async_logging()
+        status = "FINISHED"
+        if error is not None:
+            status = "KILLED" if issubclass(error, _STOPPED) else "FAILED"
         for run_id in self._runs.values():
-            self._client.set_terminated(run_id)
+            self._client.set_terminated(run_id, status=status)
 
 
 def columns(group: Mapping[str, Any]) -> list[dict[str, Any]]:

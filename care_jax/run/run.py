@@ -111,7 +111,9 @@ def open_run(
     """
     mesh = mesh or make_mesh(**config.mesh)
     config = fill_in(config, mesh)
-    check_config(config, mesh, overridden, [*given, *(["reward"] if reward else [])])
+    given = [*given, *(["reward"] if reward else [])]
+    saved = {stage: saved_steps(workdir, stage) for stage in resume.TRAINING}
+    check_config(config, mesh, overridden, given, saved)
     if policy is None:
         policy = policy_of(config)
         check_policy(config, policy)
@@ -185,7 +187,13 @@ def _check_name(folder: pathlib.Path) -> None:
 
 def has_checkpoint(run: Run, stage: str) -> bool:
     """Whether the workdir has checkpoints of a stage, "sft" or "rl", that are not set aside."""
-    return any(path.name.isdecimal() for path in checkpoint_folder(run, stage).glob("*"))
+    return bool(saved_steps(run.workdir, stage))
+
+
+def saved_steps(workdir: pathlib.Path, stage: str) -> list[int]:
+    """The steps of a stage, "sft" or "rl", whose checkpoints are not set aside, in order."""
+    names = [path.name for path in (workdir / "checkpoints" / stage).glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def checkpoint_folder(run: Run, stage: str) -> pathlib.Path:

@@ -198,6 +198,6 @@ def assign_credit(run: Run, programs: UpdatePrograms, groups: Groups) -> Groups:
         credit = programs.credit(groups.rollouts, *compared)
         raw = programs.raw_advantages(*compared)
     credit, raw = jax.device_get((credit, raw))
-    is_judged, has_kl = groups.is_judged.any(1), bool(run.objective.beta)
+    is_judged, has_kl = np.asarray(groups.is_judged.any(1)), bool(run.objective.beta)
     credit = only_of_update(credit, is_judged, has_kl=has_kl)
     return dataclasses.replace(groups, credit=credit, raw=raw)

@@ -99,6 +99,15 @@ def test_without_held_out_rows_nothing_is_evaluated(tmp_path, monkeypatch):
     assert "evaluate" in asked["config"].stages  # on data.test
 
 
+@pytest.mark.parametrize("preset", ["auto", "none"])
+def test_the_flags_of_xla_are_those_of_the_configuration(tmp_path, monkeypatch, preset):
+    presets = []
+    monkeypatch.setattr(main, "run_stages", lambda *_, **__: {})
+    monkeypatch.setattr("care_jax.devices.xla_flags.set_defaults", presets.append)
+    care_jax.train_on(small_config(xla_preset=preset), train=rows_of(2), workdir=tmp_path)
+    assert presets == [preset]
+
+
 def holding(lock):
     return lambda question, responses, example: [lock]
 

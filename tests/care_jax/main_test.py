@@ -1,6 +1,7 @@
 """Stages around scripted ones: what each works on and what it hands on; what flags must be."""
 
 import errno
+import json
 import os
 import pathlib
 import pty
@@ -135,6 +136,26 @@ def test_held_out_questions_are_opened_for_evaluations_inside_stages(monkeypatch
     assert [options["split"] for options in opened] == ["train", "train", "test"]
 
 
+def test_config_json_leaves_to_other_devices_what_was_left_to_these(monkeypatch, opened, tmp_path):
+    seen = {}
+
+    def train(run, params, *_):
+        seen.update(run.config.rl)
+        return params
+
+    monkeypatch.setattr(main.weights, "start", lambda *_, **__: "weights")
+    monkeypatch.setattr(main.rl, "train", train)
+    config = tiny.get_config()
+    config.stages = ("rl",)
+    config.rl.microbatch_size = config.rl.decode_rows = 0
+    main.run_stages(config, tmp_path, {"rl.decode_rows": 0})
+    assert seen["microbatch_size"] == 1 and seen["decode_rows"] == 8
+    rl = json.loads((tmp_path / "config.json").read_text())["rl"]
+    assert rl["microbatch_size"] == rl["decode_rows"] == 0
+    (start,) = (tmp_path / "starts.jsonl").read_text().splitlines()
+    assert json.loads(start)["changed"] == {"rl.decode_rows": 0}
+
+
 def test_a_benchmark_whose_files_are_missing_is_told_before_training(monkeypatch, opened, tmp_path):
     config = tiny.get_config()
     config.stages = ("rl", "evaluate")
@@ -231,6 +252,13 @@ def test_ctrl_c_says_what_is_lost(ended, tmp_path):
         "stopped by Ctrl-C; steps after checkpoint rl 10 are lost; run the same command to resume"
     )
     assert ended(KeyboardInterrupt()) == (130, f"{lost}\n")
+
+
+def test_ctrl_c_finds_the_checkpoints_of_a_workdir_in_the_home(ended, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run" / "checkpoints" / "rl" / "10").mkdir(parents=True)
+    status, line = ended(KeyboardInterrupt(), workdir="~/run")
+    assert status == 130 and "steps after checkpoint rl 10 are lost" in line
 
 
 def test_a_workdir_must_be_named(ended, monkeypatch):

@@ -20,10 +20,10 @@ def said(one_device, monkeypatch, capsys, tmp_path):
     """Runs dry with a changed configuration; gives what was printed."""
     monkeypatch.setattr(dry_run, "_CHEAP", 0)
 
-    def run(**changes):
+    def run(workdir="run", **changes):
         config = tiny.get_config()
         config.update_from_flattened_dict(changes)
-        assert main.run_stages(config, tmp_path / "run", is_dry=True) == {}
+        assert main.run_stages(config, tmp_path / workdir, is_dry=True) == {}
         return capsys.readouterr().out
 
     return run
@@ -123,6 +123,13 @@ def test_the_update_of_a_small_model_is_compiled(said, monkeypatch):
     monkeypatch.setattr(dry_run, "_CHEAP", 1e9)
     output = said(stages=("sft",))
     assert re.search(r"0\.\d+ GiB largest sft step, compiled in \d+ s\n", output)
+
+
+@pytest.mark.parametrize("name", ["run", "run/inside"])
+def test_a_workdir_that_is_a_file_or_inside_one_is_refused(said, tmp_path, name):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ValueError, match=rf"got \S+/{name}, and \S+/run is a file; choose another"):
+        said(name, stages=("export",))
 
 
 def test_a_mistake_is_told_before_anything_else(said):

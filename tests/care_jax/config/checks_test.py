@@ -10,11 +10,19 @@ from care_jax.run.policy import check_policy
 from configs import common, tiny
 
 MMMU = (("mmmu", "releases/MMMU"),)
+# Of a run whose checkpoints after steps 60 and 100 of 100 are kept, and one is exported.
+EXPORTED = {"stages": ("rl", "export"), "rl.num_steps": 100, "checkpoint_every": 60}
 # Of a run that keeps the best checkpoint and exports it.
 BEST = {"stages": ("rl", "export"), "rl.eval_every": 5, "keep_best": 1, "export.step": "best"}
 SAMPLED = {"evaluate.temperature": 0.6, "evaluate.num_samples": 8}
 GREEDY = {"rl.eval_every": 5, "evaluate.temperature": 0.0, "evaluate.top_p": 1.0}
 JUDGED = {"stages": ("evaluate",), "evaluate.benchmarks": MMMU, "evaluate.judge_url": "http://x"}
+
+
+PARTS = (common.source("synthetic", num_examples=9), common.source("word_problems"))
+OF_PARTS = {"num_examples": 9, "tolerance": 0.05, "max_pixels": 64, "split": "train"}
+OF_PARTS |= {"columns.id": "uid"}
+FROM_FILE = {"stages": ("sft",), "data.sft.source": "jsonl", "data.sft.path": "a.jsonl"}
 
 
 def reward(question, responses, example):
@@ -29,15 +37,14 @@ OF_REWARD = {
 }
 
 
-def check(changes, *, given=(), overridden=None):
+def check(changes, *, given=(), overridden=None, saved=None):
     """Checks configs/tiny.py with only the stage "rl"; the changes are set on the command line."""
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     config = tiny.get_config()
     config.stages = ("rl",)
     config.update_from_flattened_dict(changes)
-    check_config(
-        fill_in(config, mesh), mesh, [*changes] if overridden is None else overridden, given
-    )
+    overridden = [*changes] if overridden is None else overridden
+    check_config(fill_in(config, mesh), mesh, overridden, given, saved)
 
 
 ACCEPTED = {
@@ -45,6 +52,8 @@ ACCEPTED = {
     "traced steps": {"profile_steps": (3, 99), "rl.num_steps": 100},
     "the best": BEST,
     "the last step": BEST | {"export.step": "100"},
+    "a step that may be the best": BEST | {"export.step": "35"},
+    "a step before the last": EXPORTED | {"export.step": "60"},
     "the best of a benchmark": BEST | {"evaluate.benchmarks": MMMU, "best_metric": "mmmu/acc"},
     "the best of several samples": BEST | SAMPLED | {"best_metric": "pass@2"},
     # The stage "export" alone does not read what only training reads.
@@ -57,6 +66,11 @@ ACCEPTED = {
     "uniform weights": {"care.region_weights": False},
     "a cue": {"care.cue": "No.", "care.max_context": 9, "care.reflect_credit": "prompt_only"},
     "a reward function": REWARD | OF_REWARD,
+    "no responses that are drawn": {
+        **FROM_FILE,
+        **{"data.cue_share": 0.0, "data.teacher_error": 0.0},
+    },
+    "a frozen tower beside adapters": {"model.lora_rank": 4, "model.freeze_vision": True},
     "a correction": {
         **{"rl.old_logp": "trainer", "rl.correction": "mask", "rl.correction_cap": 5.0},
         **{"rl.temperature": 0.7, "care.reflect_credit": "prompt_only"},
@@ -121,7 +135,21 @@ REFUSED = {
     "no held-out data": (BEST | {"data.test.source": ""}, "data.test.source"),
     "an export after the last step": (
         BEST | {"export.step": "101"},
-        "export.step 101 must not exceed rl.num_steps 100",
+        "export.step 101 must be a checkpoint of rl that is kept after its last step, 50, 100 or "
+        "one of every 5 as the best; set it to",
+    ),
+    "an export of a step that is not saved": (
+        EXPORTED | {"export.step": "7"},
+        "export.step 7 must be a checkpoint of rl that is kept after its last step, 60, 100; set "
+        "it to one of these or to 'last', or change checkpoint_every and keep_checkpoints",
+    ),
+    "an export of a step that is deleted": (
+        EXPORTED | {"export.step": "60", "keep_checkpoints": 1},
+        "export.step 60 must be .*, 100; set it to",
+    ),
+    "the best of a stage without evaluations": (
+        EXPORTED | {"export.step": "35", "rl.eval_every": 5},
+        "export.step 35 must be .*, 60, 100; set it to",
     ),
     "an export of the best of none": (
         BEST | {"rl.eval_every": 0, "keep_best": 0},
@@ -172,6 +200,37 @@ REFUSED = {
             ("model.lora_rank", 0, "model.lora_alpha", 8.0),
         )
     },
+    **{
+        f"{key} of a mixture": (
+            {key: value, "data.train.source": "mixture", "data.train.parts": PARTS},
+            rf"{key} has no effect on a mixture; .* set data\.train\.parts\[0\]\.{name}$",
+        )
+        for name, value in OF_PARTS.items()
+        for key in [f"data.train.{name}"]
+    },
+    **{
+        f"{key} of responses from a file": (
+            FROM_FILE | {key: value},
+            rf"{key} has no effect on the responses of data\.sft, from jsonl; leave it out",
+        )
+        for key, value in {"data.cue_share": 0.5, "data.teacher_error": 0.9}.items()
+    },
+    "wrong readings of a source that has none": (
+        {"stages": ("sft",), "data.misread_share": 0.5},
+        r"data\.misread_share has no effect on the responses of data\.sft, from synthetic",
+    ),
+    "a judge's model without its address": (
+        {"evaluate.judge_model": "m"},
+        r"evaluate\.judge_model has no effect without evaluate\.judge_url",
+    ),
+    "a trace of a cold start": (
+        {"profile_steps": (3, 5), "stages": ("sft",)},
+        "profile_steps has no effect without the stage 'rl'",
+    ),
+    "a trained tower beside adapters": (
+        {"model.lora_rank": 4, "model.freeze_vision": False},
+        r"model\.freeze_vision has no effect with model\.lora_rank, which",
+    ),
     "candidates that the rule does not take": (
         {"care.rule": "nearest", "care.M": 5},
         r"care\.M has no effect under care\.rule 'nearest'",
@@ -204,6 +263,16 @@ def test_a_configuration_that_cannot_run_is_refused_in_one_line(changes, message
     with pytest.raises(ValueError, match=message) as error:
         check(changes)
     assert "\n" not in str(error.value)
+
+
+def test_a_step_that_is_saved_already_may_be_exported():
+    """Such as one saved by SIGTERM; the steps after the last are those of the schedule."""
+    changes = EXPORTED | {"export.step": "73"}
+    check(changes, saved={"rl": [60, 73]})
+    with pytest.raises(ValueError, match="after its last step, 60, 73, 100; set"):
+        check(changes | {"export.step": "74"}, saved={"rl": [60, 73]})
+    with pytest.raises(ValueError, match="after its last step, 90, 100; set"):
+        check(changes | {"export.step": "60"}, saved={"rl": [90]})
 
 
 def test_a_function_from_python_takes_the_place_of_the_one_of_the_configuration():

@@ -39,8 +39,8 @@ def refusal(changes, stage="rl", step=40):
     "changes",
     [
         {},
-        {"rl.num_steps": 200, "sft.num_steps": 70},
-        {"rl.num_steps": 40, "sft.num_steps": 40},
+        {"rl.num_steps": 200},
+        {"rl.num_steps": 40},
         {"log_every": 7, "checkpoint_every": 3, "keep_checkpoints": 9, "keep_best": 2},
         {"rl.eval_every": 5, "sft.eval_every": 5, "evaluate.num_samples": 4, "export.step": "2"},
         {"report.groups_per_step": 0, "metrics.wandb_project": "p", "profile_steps": (1, 2)},
@@ -56,6 +56,14 @@ def test_what_changes_no_weight_or_is_listed_may_change(stage, changes):
     assert refusal(changes, stage) == ""
 
 
+@pytest.mark.parametrize("num_steps", [70, 40])
+def test_the_number_of_steps_of_the_cold_start_may_change_until_rl_has_checkpoints(num_steps):
+    """Else RL would go on with its policy, and another reference of the KL term."""
+    changes = {"sft.num_steps": num_steps}
+    assert refusal(changes, "sft") == ""
+    assert f"sft.num_steps was 50, is {num_steps}; set them back" in refusal(changes, "rl")
+
+
 # (stage, changes, the first difference that is named)
 REFUSED = (
     ("rl", {"rl.objective": "grpo"}, "rl.objective was 'care', is 'grpo'"),
@@ -66,6 +74,9 @@ REFUSED = (
     ("rl", {"model.path": ""}, "model.path was 'Qwen/Qwen2.5-VL-3B-Instruct', is ''"),
     ("rl", {"verifier.success": 0.9}, "verifier.success was 0.5, is 0.9"),
     ("rl", {"stages": ("rl",)}, "stages (those before 'rl' that train) was ['sft'], is []"),
+    ("rl", {"sft.learning_rate": 0.5}, "sft.learning_rate was 0.002, is 0.5"),
+    ("rl", {"data.teacher_error": 0.5}, "data.teacher_error was 0.75, is 0.5"),
+    ("rl", {"rl.objective": "grpo", "care.cue": "Again."}, "care.cue was ' Wait, that is wrong.'"),
     ("sft", {"seed": 5}, "seed was 0, is 5"),
     ("sft", {"sft.batch_size": 32}, "sft.batch_size was 64, is 32"),
     ("sft", {"care.cue": "Again."}, "care.cue was ' Wait, that is wrong.', is 'Again.'"),

@@ -1,4 +1,6 @@
+import ast
 import logging
+import pathlib
 import re
 
 import jax
@@ -7,8 +9,11 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from small_backbones import small_backbone
 
 from care_jax.devices import distributed, sharding
+from models import backbone
+from models.families import FAMILIES
 
 RULES = (("embed", "fsdp"), ("vocab", "tensor"), ("mlp", "tensor"), ("kv_heads", "tensor"))
 
@@ -120,6 +125,18 @@ REFUSED = {
         *(sharding.check_rules, ("rules", (("embed", None), ("mlp", ("tensor", "model"))))),
         "rules maps 'mlp' to 'model', which is not a mesh axis; choose among data",
     ),
+    "a misspelt axis": (
+        *(sharding.check_rules, ("rules", (("batch", "data"), ("embd", "fsdp")))),
+        "rules has a rule for 'embd', which no array has an axis of; write 'embed'",
+    ),
+    "an axis unlike any": (
+        *(sharding.check_rules, ("rules", (("xyz", "fsdp"),))),
+        "a rule for 'xyz', which .*; write one of batch, tokens, ",
+    ),
+    "two rules for an axis": (
+        *(sharding.check_rules, ("rules", (("mlp", "data"), ("embed", None), ("mlp", "fsdp")))),
+        "rules must have one rule for 'mlp', got 2, of which only the first .*; remove the other",
+    ),
     "rows": (put_rows, (6,), r"batch\['rows'\] of shape \(6, 3\) .* by 4 shards \(data x fsdp of"),
     "12": (
         divide,
@@ -135,6 +152,22 @@ REFUSED = {
 def test_what_does_not_fit_the_mesh_is_refused(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(*arguments)
+
+
+def test_rules_may_name_the_axes_of_parameters_and_activations_and_no_others():
+    found = set()
+    for family in FAMILIES:
+        for axes_of in (backbone.logical_axes, backbone.decode_axes):
+            axes = axes_of(small_backbone(family))
+            found.update(*jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple)))
+    root = pathlib.Path(sharding.__file__).resolve().parents[2]
+    for path in (*(root / "models").rglob("*.py"), *(root / "care_jax").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("constrain"):
+                names = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                found.update(names)
+    assert found - {None} == {*sharding.LOGICAL_AXES}
+    sharding.check_rules("rules", [(name, None) for name in sharding.LOGICAL_AXES])
 
 
 def test_only_the_mesh_axes_of_its_rule_count_for_a_batch():

@@ -102,7 +102,7 @@ class Wandb:
             def log(self, values, step):
                 stub.logged.append((stage, step, values))
 
-            def finish(self):
+            def finish(self, exit_code):
                 stub.finished.append(stage)
 
         return Online()
@@ -287,7 +287,7 @@ def test_a_line_that_is_written_is_known_to_a_resumed_run(tmp_path):
 
 
 def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):
-    def refuse(writer):
+    def refuse(writer, error):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(MetricWriter, "close", refuse)

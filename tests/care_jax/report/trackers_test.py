@@ -1,5 +1,6 @@
 """What wandb and MLflow are sent, by stand-ins that take the calls of the packages."""
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -7,6 +8,7 @@ import types
 
 import pytest
 
+from care_jax.devices import distributed
 from care_jax.report.metrics import MetricWriter
 
 SETTINGS = {
@@ -53,9 +55,9 @@ class Client:
         self.runs[int(run_id)].metrics += [(m["key"], m["value"], m["step"]) for m in metrics]
         self.runs[int(run_id)].params |= {param["key"]: param["value"] for param in params}
 
-    def set_terminated(self, run_id):
+    def set_terminated(self, run_id, status):
         assert self.flushed
-        self.runs[int(run_id)].status = "FINISHED"
+        self.runs[int(run_id)].status = status
 
 
 @pytest.fixture
@@ -105,6 +107,46 @@ def test_other_workdirs_have_other_runs(tmp_path, client):
     assert [run.name for run in client.runs] == ["a/rl", "b/rl"]
 
 
+def test_another_run_at_the_same_path_continues_none(tmp_path, client):
+    """In an emptied folder, or on another machine; a restart adds a line to starts.jsonl."""
+    starts = tmp_path / "starts.jsonl"
+    for lines in (["a"], ["a", "b"], ["c"], ["c", "d"]):
+        starts.write_text("".join(f'{{"time": "{each}"}}\n' for each in lines))
+        with MetricWriter(tmp_path, SETTINGS, mlflow_experiment="vlm") as writer:
+            writer.write("rl", len(lines), {"acc": 1})
+    assert [[step for *_, step in run.metrics] for run in client.runs] == [[1, 2], [1, 2]]
+
+
+ENDS = {
+    FloatingPointError: ("FAILED", 1),
+    distributed.Preempted: ("KILLED", 1),
+    KeyboardInterrupt: ("KILLED", 1),
+    None: ("FINISHED", 0),
+}
+
+
+def test_a_run_that_an_exception_ends_is_not_shown_as_finished(tmp_path, client, monkeypatch):
+    codes = []
+
+    def init(**_):
+        return types.SimpleNamespace(
+            log=lambda *_, **__: None, finish=lambda exit_code: codes.append(exit_code)
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    names, found = {"wandb_project": "p", "mlflow_experiment": "vlm"}, []
+    for error in ENDS:  # restarts of one run
+        with (
+            contextlib.suppress(KeyboardInterrupt, Exception),
+            MetricWriter(tmp_path, SETTINGS, **names) as writer,
+        ):
+            writer.write("rl", 0, {"acc": 1})
+            if error:
+                raise error
+        found.append((client.runs[0].status, codes[-1]))
+    assert found == [*ENDS.values()] and len(client.runs) == 1
+
+
 def test_many_settings_are_sent_in_several_requests(tmp_path, client):
     many = {str(i): i for i in range(250)}
     with MetricWriter(tmp_path, SETTINGS | {"many": many}, mlflow_experiment="vlm") as writer:
@@ -124,7 +166,7 @@ def test_wandb_runs_are_named_tagged_and_have_the_settings(tmp_path, monkeypatch
 
     def init(**settings):
         started.append(settings)
-        return types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+        return types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda exit_code: None)
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     workdir = tmp_path / "demo"

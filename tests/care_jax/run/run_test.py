@@ -15,6 +15,7 @@ from care_jax.run.run import (
     abstract_state,
     check_workdir,
     make_adamw,
+    open_run,
     params_of,
     schedule_of,
     start_state,
@@ -133,6 +134,17 @@ def test_a_checkpoint_fits_runs_of_its_backbone_and_rank_alone(run, policy):
     assert run.fingerprint() == plain
     run.config.model.lora_rank = 2
     assert run.fingerprint() != plain
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_step_to_export_is_looked_for_in_the_workdir(policy, tmp_path):
+    config = tiny.get_config()
+    config.stages, config.export.step = ("rl", "export"), "7"
+    with pytest.raises(ValueError, match=r"export\.step 7 must be a checkpoint of rl"):
+        open_run(config, tmp_path, policy=policy)
+    for name in ("7", "9.damaged"):
+        (tmp_path / "checkpoints" / "rl" / name).mkdir(parents=True)
+    assert open_run(config, tmp_path, policy=policy).config.export.step == "7"
 
 
 @pytest.mark.parametrize(
