@@ -278,7 +278,7 @@ def get_config() -> ConfigDict:
     # first, the other groups get weight 0.
     dapo.max_tries = 10
     # L_cache as a share of rl.max_response_tokens (published: 4096 of 20480), over which the soft
-    # overlong penalty grows from 0 to -1; 0: no penalty.
+    # overlong penalty grows from 0 to -1/2; 0: no penalty.
     dapo.overlong_share = 0.2
 
     config.gspo = gspo = ConfigDict()

@@ -24,7 +24,7 @@ def get_config(first: str = "rl") -> ConfigDict:
     data.sft, data.train, data.test = (common.source("jsonl") for _ in range(3))
     data.teacher_error = data.cue_share = 0.0  # of drawn sources
     data.system_prompt, data.instruction = defaults.system_prompt, defaults.instruction
-    # An image becomes about 64 tokens, whatever its size. The built-in tokenizer has about two
+    # An image becomes at most about 64 tokens. The built-in tokenizer has about two
     # characters of English per token.
     data.max_pixels = 128 * 128
     data.buckets = ((512, 1024), (16384, 4096))

@@ -16,6 +16,9 @@ answer. The cue is not taught, which would favour objectives that give rationale
    rationale is right, and is above 0 at `error_only`; refuted if its interval there includes 0, or
    that of the slope does. (b) With uniform token weights there is no such slope. (c) At `even`, K =
    2, the nearest failures beat the farthest. (d) At `misread`, reflection beats the anchor alone.
+
+Added after the runs of `uniform`, whose rationales vanished: `uniform_random`, with a random
+success as the anchor in place of the shortest.
 """
 
 from configs.arms import with_arm
@@ -32,6 +35,11 @@ OBJECTIVES = {
     "anchor": {"care.reflect": False},
     "care": {},
     "uniform": {"care.reflect": False, "care.region_weights": False},
+    "uniform_random": {
+        "care.reflect": False,
+        "care.region_weights": False,
+        "care.anchor_rule": "random",
+    },
     "released": RELEASED,
     "nearest": {"care.reflect": False, "care.K": 2, "care.rule": "nearest"},
     "farthest": {"care.reflect": False, "care.K": 2, "care.rule": "farthest"},

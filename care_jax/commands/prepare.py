@@ -211,7 +211,7 @@ def _index_benchmark(
 
 def _make_inspect(config: ConfigDict) -> Callable[[Example], Content]:
     """The check of every row: its pictures decode, and its prompt and response fit."""
-    prompts, _ = open_prompts(config, patterns=["*.json", "*.txt", "*.jinja"])
+    prompts, _ = open_prompts(config)
 
     def inspect(example: Example) -> Content:
         content = content_of(example)

@@ -23,6 +23,7 @@ from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 from models.release import config_json
 
+_SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model")  # a release's files besides its weights
 SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its section of data
 
 
@@ -79,14 +80,11 @@ def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def open_prompts(
-    config: ConfigDict,
-    *,
-    patterns: Sequence[str] | None = None,
-    patch_dtype: DTypeLike = np.float32,
+    config: ConfigDict, *, patch_dtype: DTypeLike = np.float32
 ) -> tuple[PromptBuilder, pathlib.Path | None]:
     """The prompt builder of a run and the folder of its release, None for random weights.
 
-    Of a hub id, the files that match `patterns` are downloaded, by default all.
+    Of a hub id, all files but the weights are downloaded.
 
     Raises:
         ValueError: no such release, or neither or both of model.path and model.backbone are set.
@@ -98,7 +96,7 @@ def open_prompts(
             f"expected either model.path or model.backbone, got path {model.path!r} and "
             f"{len(fields)} fields of a backbone; set exactly one"
         )
-    folder = hub.find(model.path, patterns, kind="model") if model.path else None
+    folder = hub.find(model.path, _SETTINGS, kind="model") if model.path else None
     backbone = config_json.from_folder(folder) if folder else None  # before the slower tokenizer
     tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
     keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")

@@ -69,7 +69,8 @@ def make_mesh(
     if count % known if known < 0 else known != count:
         needed = f"a multiple of {-known}" if known < 0 else str(known)
         raise ValueError(
-            f"{named} needs {needed} devices, there {'is' if count == 1 else 'are'} {count}; add "
+            f"{named} needs {needed} devices, there {'is' if count == 1 else 'are'} {count} "
+            f"({devices[0].platform}); add "
             f"{_fitting_flags(sizes, count)}"
         )
     sizes = tuple(count // -known if size == -1 else size for size in sizes)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from care_jax.config.resume import TRAINING
+from care_jax.data.readers import hub
 from care_jax.devices import sharding
 from care_jax.run import guards, integrity, lock
 from care_jax.run.run import Run, checkpoint_folder, has_checkpoint, open_checkpoints, params_of
@@ -67,11 +68,12 @@ def start(run: Run) -> Params:
         ValueError: the release is incomplete, does not match its manifest, or has weights that are
             not finite.
     """
-    model, folder, shape = run.config.model, run.policy.folder, run.policy.config
+    model, shape = run.config.model, run.policy.config
     dtype, shardings = jnp.dtype(model.param_dtype), sharding.of(lora.without(params_of(run)))
-    if folder is None:
+    if run.policy.folder is None:
         params = backbone.init(shape, jax.random.key(run.config.seed), dtype)
         return jax.device_put(params, shardings)
+    folder = hub.find(model.path, kind="model")  # downloads the weights of a hub id
     integrity.refuse_damaged(folder, integrity.shared_damage(folder))
     params, _ = backbone.load(folder, shape, dtype, shardings)
     advice = "choose another, or export it again"

@@ -289,8 +289,8 @@ def _answer(
     done = {sample["doc_id"] for sample in samples}
     if len(done) == len(questions.examples) > 0:
         print_line(
-            f"the evaluation {label} is done already, with these weights and settings; remove "
-            f"{path} to repeat it"
+            f"the evaluation {label} has its answers already: {path} is of these weights and "
+            "settings"
         )
     if is_writer:
         write_whole(path, "".join(map(to_line, kept)))

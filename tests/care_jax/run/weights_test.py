@@ -3,6 +3,7 @@
 import functools
 import re
 import types
+from fnmatch import fnmatch
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,31 @@ def test_a_release_is_loaded_in_float32_onto_the_mesh(policy, params, mesh, tmp_
     jax.tree.map(check, loaded, params, shardings)
     up = loaded["text"]["layers"]["mlp"]["up"]["kernel"]
     assert up.addressable_shards[0].data.size * 4 == up.size
+
+
+def test_weights_of_a_hub_id_are_downloaded_when_they_are_read(
+    policy, params, mesh, tmp_path, monkeypatch
+):
+    """Not for a dry run, and not before the paths of the data are checked."""
+    import huggingface_hub
+
+    backbone.export(tmp_path, params, policy.config)
+    policy.tokenizer.save_pretrained(tmp_path)
+    names, asked = {path.name for path in tmp_path.iterdir()}, []
+
+    def download(path, *, allow_patterns, **_):
+        asked.append(
+            {n for n in names if not allow_patterns or any(fnmatch(n, p) for p in allow_patterns)}
+        )
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config = tiny.get_config()
+    config.model.path, config.model.backbone = "someone/some-release", {}
+    run = Run(config, policy_of(config), mesh, tmp_path)
+    assert asked == [names - {"model.safetensors"}] and "model.safetensors" in names
+    weights.start(run)
+    assert asked[1:] == [names]
 
 
 def test_an_export_that_differs_from_its_sums_is_refused_and_named(policy, params, mesh, tmp_path):
