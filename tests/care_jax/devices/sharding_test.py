@@ -102,15 +102,15 @@ SLICES = [0, 1, 1, 0, 0, 1, 0, 1]  # of each device, in any order
 REFUSED = {
     "too few": (
         *(make_mesh, (1, 3, 1)),
-        "mesh.fsdp=3 .* needs 3 devices, there are 8; add --config.mesh.fsdp=-1$",
+        "mesh.fsdp=3 .* needs 3 devices, there are 8 \\(cpu\\); add --config.mesh.fsdp=-1$",
     ),
     "no divisor": (
         *(make_mesh, (3, -1, 1)),
-        "needs a multiple of 3 devices, there are 8; add --config.mesh.data=1$",
+        "needs a multiple of 3 devices, there are 8 \\(cpu\\); add --config.mesh.data=1$",
     ),
     "too many": (
         *(make_mesh, (2, -1, 3, 4)),
-        "of 24 devices, there are 8; add --config.mesh.tensor=1$",
+        "of 24 devices, there are 8 \\(cpu\\); add --config.mesh.tensor=1$",
     ),
     "two free": (make_mesh, (-1, -1, 1), "or -1 for one of them, got mesh.data=-1 x mesh.fsdp=-1"),
     "zero": (make_mesh, (1, 0, 8), "mesh sizes must be positive.* mesh.fsdp=0"),

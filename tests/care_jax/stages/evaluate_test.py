@@ -632,9 +632,7 @@ def test_a_result_of_the_same_weights_keeps_its_line_and_its_place(staged, make_
     capsys.readouterr()
     assert staged(run=run) == (first, [], ["evaluate_rl", "rl"])
     path = run.workdir / "samples_rl.jsonl"
-    assert f"done already, with these weights and settings; remove {path} to" in (
-        capsys.readouterr().out
-    )
+    assert f"has its answers already: {path} is of these weights" in capsys.readouterr().out
     other = {"w": jnp.arange(3.0) + 1e-4}
     assert staged(params=other)[1] == list(range(5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
