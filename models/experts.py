@@ -123,8 +123,8 @@ def _computed(
     gate, up = jnp.split(_adapted(copies, gate_up, sizes), 2, axis=-1)
     y = _adapted(jax.nn.silu(gate) * up, down, sizes)
     y = y.at[jnp.argsort(order)].get(unique_indices=True)
-    # `grouped` leaves what is not ours undefined.
-    y = jnp.where(is_ours[:, None], y.astype(jnp.float32) * share.reshape(-1, 1), 0)
+    # `grouped` leaves what is not ours undefined: a NaN there must not be multiplied.
+    y = jnp.where(is_ours[:, None], y, 0).astype(jnp.float32) * share.reshape(-1, 1)
     return y.reshape(-1, K, D).sum(1).astype(x.dtype).reshape(x.shape)
 
 

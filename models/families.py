@@ -29,6 +29,8 @@ class Tower(Decoder):
     image_mean: tuple[float, float, float]  # of each channel of pixels in [0, 1]
     image_std: tuple[float, float, float]
     processor: str  # the class that preprocessor_config.json names
+    # Of fields that the file may lack: transformers 4.49 did not write its own defaults.
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,17 @@ FAMILIES = {
             image_mean=(0.48145466, 0.4578275, 0.40821073),  # CLIP's
             image_std=(0.26862954, 0.26130258, 0.27577711),
             processor="Qwen2_5_VLProcessor",
+            defaults={
+                "depth": 32,
+                "intermediate_size": 3420,
+                "num_heads": 16,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                "window_size": 112,
+                "out_hidden_size": 3584,
+                "fullatt_block_indexes": [7, 15, 23, 31],
+            },
         ),
     ),
     "qwen3_vl": Family(

@@ -23,7 +23,6 @@ from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 from models.release import config_json
 
-_SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model")  # a release's files besides its weights
 SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its section of data
 
 
@@ -96,7 +95,7 @@ def open_prompts(
             f"expected either model.path or model.backbone, got path {model.path!r} and "
             f"{len(fields)} fields of a backbone; set exactly one"
         )
-    folder = hub.find(model.path, _SETTINGS, kind="model") if model.path else None
+    folder = hub.find(model.path, hub.SETTINGS, kind="model") if model.path else None
     backbone = config_json.from_folder(folder) if folder else None  # before the slower tokenizer
     tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
     keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")

@@ -73,7 +73,7 @@ def start(run: Run) -> Params:
     if run.policy.folder is None:
         params = backbone.init(shape, jax.random.key(run.config.seed), dtype)
         return jax.device_put(params, shardings)
-    folder = hub.find(model.path, kind="model")  # downloads the weights of a hub id
+    folder = hub.find(model.path, hub.MODEL, kind="model")  # downloads the weights of a hub id
     integrity.refuse_damaged(folder, integrity.shared_damage(folder))
     params, _ = backbone.load(folder, shape, dtype, shardings)
     advice = "choose another, or export it again"

@@ -25,7 +25,7 @@ from models.config import (
     TextConfig,
     VisionConfig,
 )
-from models.families import Decoder, Family, family_of
+from models.families import Decoder, Family, Tower, family_of
 
 _ROPE_SCALING = [field.name for field in dataclasses.fields(RopeScaling)]  # names as in the file
 
@@ -58,14 +58,19 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
 
     Args:
         config: the file's fields.
-        generation: fields of `generation_config.json`. Its EOS ids are appended to the config's;
-            the rest, the authors' sampling settings, is ignored.
+        generation: fields of `generation_config.json`. Its EOS ids are appended to the config's,
+            its padding is that of a config without; the rest, sampling settings, is ignored.
 
     Raises:
         ValueError: a field is missing, or asks for something that is not implemented.
     """
     family = str(_field(config, "model_type", "config.json"))
     row = family_of(family)
+    if quantization := _object(config, "quantization_config", "config.json"):
+        raise ValueError(
+            f"the release is quantised ({quantization.get('quant_method', 'in a way not named')}), "
+            "which is not implemented; choose the one that is not"
+        )
     text = _object(config, "text_config", "config.json") or config
     tie = _is_tied(config, "config.json")
     if family == "qwen2_5_vl":  # as in transformers
@@ -79,10 +84,12 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
 
     eos = _eos_token_ids(text, config, generation or {})
     pad, bos = (text.get(name, config.get(name)) for name in ("pad_token_id", "bos_token_id"))
-    tokens["pad_token_id"] = next((index for index in (pad, bos) if index is not None), eos[0])
+    # Not BOS, which Llama's prompts begin with: transformers' `generate` masks padding.
+    pads = (pad, (generation or {}).get("pad_token_id"), eos[0])
+    tokens["pad_token_id"] = next(index for index in pads if index is not None)
     if bos not in (None, tokens["pad_token_id"]):
         tokens["bos_token_id"] = bos
-    for name, index in [*tokens.items(), *(("eos_token_id", index) for index in eos)]:
+    for name, index in [*(("eos_token_id", index) for index in eos), *tokens.items()]:
         # Image and vision ids may exceed the vocabulary here: `PromptBuilder` checks them.
         size = sys.maxsize if name in IMAGE_TOKENS else decoder.vocab_size
         kind = f"a token of the vocabulary of {decoder.vocab_size}"
@@ -228,7 +235,8 @@ def _check_fixed(config: dict[str, Any], fixed: Mapping[str, Any], where: str) -
             )
 
 
-def _vision_from_hf(config: dict[str, Any], tower: Decoder) -> VisionConfig:
+def _vision_from_hf(config: dict[str, Any], tower: Tower) -> VisionConfig:
+    config = {**tower.defaults, **config}
     _check_fixed(config, tower.fixed, "vision_config")
     _check_tower_rope(config)
     fields = _fields(config, tower.names, "vision_config")

@@ -249,14 +249,17 @@ LLAMA_3_1_8B = BackboneConfig(
     ),
     family="llama",
     eos_token_ids=(128001, 128008, 128009),
-    pad_token_id=128000,
+    pad_token_id=128001,
+    bos_token_id=128000,
 )
 READ = {**PRESETS, "llama-3.1-8b": LLAMA_3_1_8B}
+PADDING = {"pad_token_id": 151643}  # of generation_config.json, in all Qwen releases
+GENERATION = dict.fromkeys(PRESETS, PADDING) | {"llama-3.1-8b": {}}
 
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_release_is_the_preset(name):
-    assert config_json.from_hf(RELEASES[name]) == READ[name]
+    assert config_json.from_hf(RELEASES[name], GENERATION[name]) == READ[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -312,7 +315,7 @@ def test_a_release_that_pads_with_a_token_of_its_own_keeps_its_first_token():
 @pytest.mark.parametrize("name", RELEASES)
 def test_transformers_reads_the_release_as_we_do(name):
     opened = opened_by_transformers(copy.deepcopy(RELEASES[name]))
-    assert config_json.from_hf(opened.to_dict()) == READ[name]
+    assert config_json.from_hf(opened.to_dict(), GENERATION[name]) == READ[name]
 
 
 @pytest.mark.parametrize(
@@ -332,8 +335,11 @@ def test_the_generation_config_adds_its_end_of_sequence_ids(tmp_path, name, own,
     (tmp_path / "config.json").write_text(json.dumps(config))
     if further is not None:
         generation = {"eos_token_id": further, "repetition_penalty": 1.05, "temperature": 0.1}
+        generation |= PADDING
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    expected = dataclasses.replace(PRESETS[name], eos_token_ids=ids)
+    pad, bos = (151643, None) if further is not None else (151645, 151643)
+    fields = {"eos_token_ids": ids, "pad_token_id": pad, "bos_token_id": bos}
+    expected = dataclasses.replace(PRESETS[name], **fields)
     assert config_json.from_folder(tmp_path) == expected
     assert config_json.from_hf(config_json.to_hf(expected)) == expected
     written = config_json.to_hf(expected)["eos_token_id"]
@@ -391,7 +397,28 @@ def test_a_towers_own_settings_are_read(name, rope):
         "rope_parameters": rope,
         "rope_theta": 10000,
     }
-    assert config_json.from_hf(config) == PRESETS[name]
+    assert config_json.from_hf(config, PADDING) == PRESETS[name]
+
+
+def test_a_tower_has_transformers_defaults_where_its_file_is_silent():
+    """As transformers 4.49 wrote the 32B: only what differs from its defaults."""
+    fields = qwen2_5_release() | {"num_hidden_layers": 64, "num_attention_heads": 40}
+    fields |= {"hidden_size": 5120, "intermediate_size": 27648, "num_key_value_heads": 8}
+    fields |= {"vocab_size": 152064, "tie_word_embeddings": False}
+    fields["vision_config"] = {"hidden_size": 1280, "in_chans": 3, "intermediate_size": 3456}
+    fields["vision_config"] |= {"out_hidden_size": 5120, "spatial_patch_size": 14}
+    assert config_json.from_hf(fields, PADDING) == PRESETS["qwen2.5-vl-32b"]
+
+
+def test_an_export_of_a_release_without_padding_does_not_pad_with_bos():
+    written = config_json.to_hf(config_json.from_hf(llama_release()))
+    assert (written["pad_token_id"], written["bos_token_id"]) == (128001, 128000)
+
+
+def test_a_quantised_release_is_refused_before_its_weights_are_fetched():
+    fields = qwen3_text_release() | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    with pytest.raises(ValueError, match=r"quantised \(awq\), which is not implemented; choose"):
+        config_json.from_hf(fields)
 
 
 def test_config_is_hashable():

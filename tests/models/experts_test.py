@@ -73,6 +73,34 @@ def test_a_replayed_token_uses_the_given_experts_at_the_routers_own_probabilitie
     assert not is_same[0, 0] and is_same.sum() == is_same.size - 1
 
 
+def test_rows_that_a_kernel_leaves_undefined_have_no_part_in_a_gradient(params, x, monkeypatch):
+    """The kernels of TPUs and GPUs write the rows of their own experts only."""
+    grouped = experts.grouped
+
+    def with_undefined_rows(rows, kernel, sizes):
+        is_written = jnp.arange(len(rows))[:, None] < sizes.sum()
+        return jnp.where(is_written, grouped(rows, kernel, sizes), jnp.nan)
+
+    def gradient(params, x, first, last):
+        def loss(params, x):
+            share, chosen, _ = experts.route(params["router"], x, CONFIG)
+            kernels = [params["experts"][n]["kernel"][first:last] for n in ("gate_up", "down")]
+            return (jnp.arange(16) * experts._computed((x, share, chosen), kernels, first)).sum()
+
+        return jax.grad(loss, (0, 1))(params, x)
+
+    whole = gradient(params, x, 0, 8)
+    monkeypatch.setattr(experts, "grouped", with_undefined_rows)
+    parts = gradient(params, x, 0, 2), gradient(params, x, 2, 8)
+    jax.tree.map(
+        lambda one, other, both: np.testing.assert_allclose(
+            one + other, both, rtol=1e-4, atol=1e-4
+        ),
+        *parts,
+        whole,
+    )
+
+
 def test_parts_of_the_experts_add_up_to_all(params, x):
     """As devices that hold two and six of the eight."""
     share, chosen, _ = experts.route(params["router"], x, CONFIG)

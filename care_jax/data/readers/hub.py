@@ -11,6 +11,8 @@ from care_jax.devices import distributed
 from models.release import folder as release_folder
 
 SPLITS = ("train", "val", "test")
+SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model")  # a model's files besides its weights
+MODEL = (*SETTINGS, "*.safetensors")  # a repository may have the weights in other formats, too
 # By kind: the config key that gives the path, and an example of a hub id.
 _KEYS = {
     "dataset": ("the source's path", "HuggingFaceM4/ChartQA"),
