@@ -204,7 +204,7 @@ class Ours:
         draws = draw_groups(run, self.rollout, params, *sources, going_on)
         del params
         rolled_out = time.perf_counter()
-        groups = rl.assign_credit(update, choose_mixed(draws))
+        groups = rl.assign_credit(run, update, choose_mixed(draws))
         everyone = gather_groups(groups)
         self.carried = going_on and going_on.aged()
         assert (everyone.num_trained > 0).all()

@@ -116,8 +116,8 @@ def broken_credit(step: int) -> Iterator[None]:
     """NaN in the advantages of one step."""
     calls, assign = iter(range(10**6)), rl.assign_credit
 
-    def assigned(programs, groups):
-        groups = assign(programs, groups)
+    def assigned(*args):
+        groups = assign(*args)
         if next(calls) != step:
             return groups
         broken = groups.credit.token_advantage * math.nan
