@@ -46,7 +46,8 @@ def run():
 @pytest.mark.exhaustive
 def test_all_of_it_on_a_cpu(tmp_path):
     """Every step gives rows, and only TRL, which the tests do not install, is missing."""
-    command = [sys.executable, "-m", "perf.first_hour", "--small", f"--out={tmp_path}"]
+    command = [sys.executable, "-m", "perf.first_hour", "--small", "--minutes=80"]
+    command += [f"--out={tmp_path}"]
     compiler = pathlib.Path(sys.prefix, "cuda")
     own = {"PYTHONPATH": f"{compiler}:{ROOT}", "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own})
@@ -121,7 +122,9 @@ def test_a_step_that_raises_or_hangs_is_a_line_and_the_next_one_runs(tmp_path, c
 
 def test_what_time_does_not_suffice_for_is_not_started(tmp_path):
     results = first_hour.Results(tmp_path)
-    first_hour.run_steps(["rates"], results, time.time() + 5, lambda *_: pytest.fail())
+    first_hour.run_steps(
+        ["rates"], results, time.time() + 5, lambda *_: pytest.fail(), lambda _: 1.0
+    )
     (row,) = results.latest()["rates"]
     assert row["failed"] == "not started: out of time"
 
