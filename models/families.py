@@ -29,7 +29,7 @@ class Tower(Decoder):
     image_mean: tuple[float, float, float]  # of each channel of pixels in [0, 1]
     image_std: tuple[float, float, float]
     processor: str  # the class that preprocessor_config.json names
-    # Of fields that the file may lack: transformers 4.49 did not write its own defaults.
+    # Of fields that a file may lack: older transformers leave out what equals their defaults.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

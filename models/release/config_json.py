@@ -69,7 +69,7 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
     if quantization := _object(config, "quantization_config", "config.json"):
         raise ValueError(
             f"the release is quantised ({quantization.get('quant_method', 'in a way not named')}), "
-            "which is not implemented; choose the one that is not"
+            "which is not implemented; choose the release without quantisation"
         )
     text = _object(config, "text_config", "config.json") or config
     tie = _is_tied(config, "config.json")

@@ -401,7 +401,7 @@ def test_a_towers_own_settings_are_read(name, rope):
 
 
 def test_a_tower_has_transformers_defaults_where_its_file_is_silent():
-    """As transformers 4.49 wrote the 32B: only what differs from its defaults."""
+    """The 32B, reconstructed as older transformers write it: what differs from their defaults."""
     fields = qwen2_5_release() | {"num_hidden_layers": 64, "num_attention_heads": 40}
     fields |= {"hidden_size": 5120, "intermediate_size": 27648, "num_key_value_heads": 8}
     fields |= {"vocab_size": 152064, "tie_word_embeddings": False}

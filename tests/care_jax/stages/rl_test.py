@@ -271,6 +271,19 @@ def test_rows_that_cannot_change_the_parameters_are_not_trained_on(make_run, gro
     assert is_trained == [True, beta > 0, False, True]
 
 
+def test_the_log_holds_no_images_of_the_draws(run_loop, monkeypatch):
+    """It is written while the next step decodes; DAPO's draws would fill a host."""
+    held, write = [], rl.StepLog.write
+
+    def noted(self, step, draws, *rest):
+        held.extend(draw.prompts for draw in draws)
+        write(self, step, draws, *rest)
+
+    monkeypatch.setattr(rl.StepLog, "write", noted)
+    run_loop()
+    assert held == [None] * STEPS
+
+
 class SecondStepIsSkipped(Script):
     """No response of the second step has credit."""
 
