@@ -266,12 +266,12 @@ MUTATIONS = (
          "a timeout is believed at once"),
     ),
     *_of(
-        "care_jax/stages/answering.py", "care_jax/stages/evaluate_test.py",
+        "care_jax/stages/answering.py", "care_jax/stages/evaluate_again_test.py",
         ("mixed = bits + place *", "mixed = bits + 0 * place *",
          "the checksum of weights is the same for any order of them"),
     ),
     *_of(
-        "care_jax/benchmarks/samples.py", "care_jax/stages/evaluate_test.py",
+        "care_jax/benchmarks/samples.py", "care_jax/stages/evaluate_again_test.py",
         ("if other and not found:", "if other and found:",
          "samples of other settings are overwritten"),
     ),
