@@ -72,6 +72,7 @@ class Batches:
             for number, source in enumerate(sources)
         ]
         self._stream = grain.MapDataset.mix(list(map(grain.MapDataset.source, streams)), weights)
+        self.lengths = [len(source) for source in sources]  # what the order depends on, with seed
         self._batch_size = batch_size
         self._rows = range(batch_size) if rows is None else [int(row) for row in rows]
         self._num_workers, self._offset = num_workers, offset

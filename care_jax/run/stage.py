@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -122,6 +122,7 @@ class Stage:
         self._last: tuple[int, UpdateBatch] | None = None  # the last step, and its batch
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
         self.num_done, self.counters = self.start, Counter()
+        self._lengths: list[int] | None = None  # of the sources of the training data
 
     def begin(self, metadata: Mapping[str, Any]) -> None:
         """Checks the state that the stage starts from, and evaluates it if due and not done yet.
@@ -129,6 +130,7 @@ class Stage:
         `metadata` is that of the restored checkpoint.
         """
         self.counters.update({k: v for k, v in metadata.items() if isinstance(v, int)})
+        self._lengths = metadata.get("lengths")
         self._check.begin(self.start, self.state, metadata)
         if self._eval_every and self.evaluate:
             name = f"{self.name}_eval"
@@ -140,6 +142,13 @@ class Stage:
 
     def steps(self, batches: Batches) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
         """The number, examples and prompts of every remaining step."""
+        if self._lengths not in (None, batches.lengths):
+            print_line(
+                f"the training data has {_of(batches.lengths)} rows, at {self.name} step "
+                f"{self.start} it had {_of(self._lengths)}: from here on the order is that of the "
+                "new data, in which rows may repeat; put the old files back to go on as before"
+            )
+        self._lengths = batches.lengths
         self._timed = time.perf_counter(), self.start
         left = batches.iterate(self.start, self._num_steps)
         for step, examples, prompts in progress(left, self.name, self.start, self._num_steps):
@@ -262,7 +271,7 @@ class Stage:
             self.state,
             self.num_done,
             self.run.config.seed,
-            {**self.counters, **self._check.saved()},
+            {**self.counters, **self._check.saved(), "lengths": self._lengths},
             metrics if step == self.num_done else None,
             self.saved_beside(),
         )
@@ -289,6 +298,10 @@ class Stage:
         self.run.metrics.write(f"{self.name}_eval", step, timed)
         self._evaluated = step, metrics
         return metrics
+
+
+def _of(lengths: Iterable[int]) -> str:
+    return " + ".join(map(str, lengths))
 
 
 def forward_options(run: Run, attention: AttentionImpl | None = None) -> ForwardOptions:

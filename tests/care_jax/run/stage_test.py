@@ -157,6 +157,31 @@ def test_a_step_is_logged_behind_the_next_ones_rollouts(run_loop, make_run, tmp_
         assert saved.steps == [2, 3]
 
 
+def test_data_of_another_length_is_named_on_resume(make_run, capsys):
+    """A file that has grown since: the order of its rows is another."""
+    state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
+
+    class Stream:
+        def __init__(self, *lengths):
+            self.lengths = [*lengths]
+
+        def iterate(self, start, stop):
+            return ((step, [], []) for step in range(start, stop))
+
+    printed = []
+    for stop, lengths in ((2, (30, 4)), (4, (30, 4)), (6, (31, 4)), (8, (31, 4))):
+        run = make_run({"checkpoint_every": 2})
+        with open_stage(run, "rl", state, None) as stage:
+            for step, *_ in stage.steps(Stream(*lengths)):
+                stage.finish(step)
+                if step == stop - 1:
+                    break
+        printed.append("the training data has" in (line := capsys.readouterr().out))
+        if printed[-1]:
+            assert "has 31 + 4 rows, at rl step 4 it had 30 + 4" in line
+    assert printed == [False, False, True, False]
+
+
 def test_the_cold_start_has_its_own_steps(make_run):
     changes = {"sft.eval_every": 5, "sft.num_steps": 12, "sft.warmup_steps": 0}
     run = make_run(changes | {"checkpoint_every": 6, "keep_checkpoints": 9})
