@@ -1,6 +1,6 @@
 """The records passed from the data pipeline to the update.
 
-Letters: B prompts, G rollouts per prompt, R = G + 1 rows per prompt (slot G holds the reflected
+Letters: B prompts, G rollouts per prompt, R = G + 1 rows per prompt (row G is the reflected
 row), P prompt tokens (left-padded), T response tokens (right-padded), N image patches, D model.
 """
 
@@ -72,7 +72,7 @@ class Prompts:
     is_valid: Bool[HostOrDevice, "B P"]  # true at prompt tokens, false at padding
     positions: Int[HostOrDevice, "B P 3"]  # M-RoPE ids (time, height, width), padding not counted
     next_position: Int[HostOrDevice, " B"]  # of the first response token, all three components
-    slots: Int[HostOrDevice, "B P"]  # index into the row's image features, -1 at other tokens
+    feature_index: Int[HostOrDevice, "B P"]  # into the row's image features, -1 at other tokens
     images: ImagePatches | None  # packed patches; None for a batch without any image
 
 
@@ -89,7 +89,7 @@ class TreeRows:
     # token, the end of its branch for a response token, itself for padding.
     reach: Int[HostOrDevice, "B S"]
     positions: Int[HostOrDevice, "B S 3"]  # M-RoPE ids; a response continues from its prompt's end
-    slots: Int[HostOrDevice, "B S"]  # index into the row's image features, -1 at other tokens
+    feature_index: Int[HostOrDevice, "B S"]  # into the row's image features, -1 at other tokens
     images: ImagePatches | None  # packed patches of all prompts of a row; None without any
     # Index in the row of the token that predicts this one: the last prompt token for a branch's
     # first, else the previous token. -1 where nothing is scored (prompts and padding).
@@ -160,7 +160,7 @@ class RawAdvantages:
     value: Float[HostOrDevice, "*B R"]  # A_raw, 0 outside S (eq:care-zscore)
     is_positive: Bool[HostOrDevice, "*B R"]  # the anchor or pseudo-anchor, and a reflected success
     is_negative: Bool[HostOrDevice, "*B R"]  # the hard negatives in S, and a reflected failure
-    is_reflected: Bool[HostOrDevice, "*B R"]  # slot G, if the reflected row is in S
+    is_reflected: Bool[HostOrDevice, "*B R"]  # row G, if the reflected one is in S
 
 
 @flax.struct.dataclass

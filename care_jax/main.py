@@ -24,7 +24,7 @@ from care_jax.batch import Example
 from care_jax.config import command_line
 from care_jax.config.checks import has_benchmarks_only, is_evaluated
 from care_jax.config.resume import TRAINING
-from care_jax.data.stages import given_stage, open_stage
+from care_jax.data.examples import given_examples, open_examples
 from care_jax.devices import compilation, distributed, limits, xla_flags
 from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.console import print_line
@@ -125,9 +125,9 @@ def open_sources(run: Run, given: Mapping[str, Sequence[Example]]) -> dict[str, 
     if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
         opened.append("evaluate")
     return {
-        stage: given_stage(given[stage], stage, has_reward)
+        stage: given_examples(given[stage], stage, has_reward)
         if stage in given
-        else open_stage(config, stage, has_reward)
+        else open_examples(config, stage, has_reward)
         for stage in opened
     }
 

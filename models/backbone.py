@@ -66,21 +66,21 @@ def embed(
     *,
     dtype: Any,
     features: ImageFeatures | None = None,
-    slots: Int[Array, "B S"] | None = None,
+    feature_index: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "... S D"]:
     """Token embeddings; a token with a slot (not -1) gets the image feature of that slot."""
     x = params["text"]["embed"]["table"][tokens].astype(dtype)
     if features is None:
         return x
-    assert slots is not None  # features come with slots
-    return decoder.at_slots(features.merged.astype(dtype), slots, x)
+    assert feature_index is not None  # it comes with features
+    return decoder.gather_features(features.merged.astype(dtype), feature_index, x)
 
 
 def embed_with_images(
     params: Params,
     tokens: Int[Array, "B S"],
     images: ImagePatches | None,
-    slots: Int[Array, "B S"],
+    feature_index: Int[Array, "B S"],
     config: BackboneConfig,
     *,
     dtype: Any,
@@ -96,7 +96,9 @@ def embed_with_images(
     if images is not None:
         options = {"remat": remat, "attention": attention}
         features = encode_images(params, images, config, dtype=dtype, **options)
-    return embed(params, tokens, dtype=dtype, features=features, slots=slots), features
+    return embed(
+        params, tokens, dtype=dtype, features=features, feature_index=feature_index
+    ), features
 
 
 def policy_logits(

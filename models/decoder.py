@@ -158,7 +158,7 @@ def forward(
     *,
     remat: str = "none",
     features: ImageFeatures | None = None,
-    slots: Int[Array, "B S"] | None = None,
+    feature_index: Int[Array, "B S"] | None = None,
     routes: Int[Array, "B S L K"] | None = None,
 ) -> tuple[Float[Array, "B S D"], Int[Array, "B S L K"] | None]:
     """Hidden states of packed rows after the final norm, and each token's experts.
@@ -171,7 +171,7 @@ def forward(
         mask: attention mask and implementation, from `text_mask`.
         remat: what the backward pass rematerialises, see `layers.checkpointed`.
         features: of the rows' images; their DeepStack features are added to the image tokens.
-        slots: index of each token's image feature, -1 for none.
+        feature_index: of each token among the features, -1 for none.
         routes: experts to use in place of the routers' choice; -1 for tokens that keep it.
     """
     p, text = params["text"], config.text
@@ -183,7 +183,7 @@ def forward(
         p, l, routes = xs
         attended = lambda q, k, v: (attend(q, k, v, mask), None)  # noqa: E731
         x, _, chosen = decoder_layer(p, x, rotary, attended, text, routes)
-        return _with_deepstack(x, l, features, slots), chosen
+        return _with_deepstack(x, l, features, feature_index), chosen
 
     layer = layers.checkpointed(layer, remat)
     x, chosen = jax.lax.scan(layer, x, (p["layers"], jnp.arange(text.num_layers), routes))
@@ -232,25 +232,25 @@ def decode_axes(axes: Params, config: TextConfig) -> Params:
     return {**axes, "layers": [layer] * config.num_layers}
 
 
-def at_slots(
-    features: Float[Array, "B N D"], slots: Int[Array, "B S"], elsewhere: Array | float
+def gather_features(
+    features: Float[Array, "B N D"], feature_index: Int[Array, "B S"], elsewhere: Array | float
 ) -> Float[Array, "B S D"]:
-    """The feature of each token's slot, or `elsewhere` for slot -1."""
-    named = jnp.take_along_axis(features, jnp.maximum(slots, 0)[..., None], axis=1)
-    return jnp.where((slots >= 0)[..., None], named, elsewhere)
+    """The feature of each token, or `elsewhere` where its index is -1."""
+    named = jnp.take_along_axis(features, jnp.maximum(feature_index, 0)[..., None], axis=1)
+    return jnp.where((feature_index >= 0)[..., None], named, elsewhere)
 
 
 def _with_deepstack(
-    x: Array, l: int | Array, features: ImageFeatures | None, slots: Array | None
+    x: Array, l: int | Array, features: ImageFeatures | None, feature_index: Array | None
 ) -> Array:
     """Adds the DeepStack features of layer l, which may be traced, to the image tokens."""
     if features is None or features.deepstack is None:
         return x
-    assert slots is not None  # they come together
+    assert feature_index is not None  # they come together
     deepstack = features.deepstack
 
     def added(x):
-        return x + at_slots(deepstack[l], slots, 0.0).astype(x.dtype)
+        return x + gather_features(deepstack[l], feature_index, 0.0).astype(x.dtype)
 
     if isinstance(l, int):
         return added(x) if l < len(deepstack) else x
@@ -288,14 +288,14 @@ def prefill(
     config: BackboneConfig,
     *,
     features: ImageFeatures | None = None,
-    slots: Int[Array, "B P"] | None = None,
+    feature_index: Int[Array, "B P"] | None = None,
     attention: AttentionImpl = XLA,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
     """Hidden states of the prompts after the final norm, and their keys and values.
 
     Args:
         params: the decode layout.
-        x, positions, features, slots: of the prompts, as in `forward`.
+        x, positions, features, feature_index: of the prompts, as in `forward`.
         is_valid: false at padding, which no other token attends to.
     """
     mask = text_mask(causal_reach(jnp.where(is_valid, 0, -1)), config, attention)
@@ -305,7 +305,7 @@ def prefill(
         return attend(q, k, v, mask), tuple(layers.constrain(a, *PREFIX_AXES) for a in kept)
 
     rotary = layers.text_rotary(positions, config.text)
-    inputs = params["text"], x, rotary, attend_and_keep, config.text, features, slots
+    inputs = params["text"], x, rotary, attend_and_keep, config.text, features, feature_index
     hidden, cache, _ = _unrolled(*inputs)
     return hidden, cache
 
@@ -317,7 +317,7 @@ def _unrolled(
     attend: Callable[[int, Array, Array, Array], tuple[Array, tuple[Array, ...]]],
     config: TextConfig,
     features: ImageFeatures | None = None,
-    slots: Int[Array, "B P"] | None = None,
+    feature_index: Int[Array, "B P"] | None = None,
 ) -> tuple[Float[Array, "... D"], KeyValues, Int[Array, "... L K"] | None]:
     """Runs the layers of the decode layout; `attend` takes the layer's index, returns its cache.
 
@@ -326,7 +326,7 @@ def _unrolled(
     keys, values, chosen = [], [], []
     for l, layer in enumerate(p["layers"]):
         x, (k, v), own = decoder_layer(layer, x, rotary, functools.partial(attend, l), config)
-        x = _with_deepstack(x, l, features, slots)
+        x = _with_deepstack(x, l, features, feature_index)
         keys.append(k)
         values.append(v)
         chosen.append(own)

@@ -4,7 +4,7 @@
 attention). For a tower with learned positions, it also computes the rows of the position table that
 each patch interpolates. Hugging Face processors give an image's merge blocks in raster order, and
 the patches of a block in raster order. For a tower with windows, `pack_images` sorts the blocks by
-window, and `image_slots` points at their features in that order.
+window, and `feature_indices` points at their features in that order.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def prompt_positions(
     return positions, position + len(tokens) - index
 
 
-def image_slots(
+def feature_indices(
     tokens: Int[np.ndarray, " L"], grids: Int[np.ndarray, "_ 3"], config: BackboneConfig
 ) -> Int[np.ndarray, " L"]:
     """Index of the merged feature at each image token of a prompt, -1 elsewhere.
@@ -209,10 +209,10 @@ def image_slots(
         grids: (frames, rows, columns) of each image, in patches.
     """
     is_image = np.asarray(tokens) == config.image_token_id
-    slots = np.full(len(is_image), -1, np.int32)
+    feature_index = np.full(len(is_image), -1, np.int32)
     if config.vision is None:
-        return slots
+        return feature_index
     _, _, windows = _places(np.asarray(grids).reshape(-1, 3), config.vision)
     order = np.argsort(windows[:: config.vision.merge_size**2], kind="stable")
-    slots[is_image] = np.argsort(order)
-    return slots
+    feature_index[is_image] = np.argsort(order)
+    return feature_index

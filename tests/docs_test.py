@@ -14,8 +14,8 @@ from ml_collections import config_flags
 import care_jax
 from care_jax import from_python
 from care_jax.batch import Example
+from care_jax.data.examples import open_examples
 from care_jax.data.readers import jsonl
-from care_jax.data.stages import open_stage
 from care_jax.prompts.rendering import image_line, rendered, resized_images
 from care_jax.rewards.verifier import Verifier, parse_text
 from care_jax.run.policy import policy_of
@@ -168,7 +168,7 @@ def test_the_differences_of_the_released_code_are_the_arms_of_its_experiment():
 
 def test_the_prompt_shown_is_what_the_model_reads():
     config = tiny.get_config()
-    policy, example = policy_of(config), open_stage(config, "rl", False)[0]
+    policy, example = policy_of(config), open_examples(config, "rl", False)[0]
     prompt = policy.prompts.tokenize(example)
     page = (ROOT / "docs" / "prompts.md").read_text()
     shown = next(block for block in blocks_of(page) if block.startswith("synthetic/"))

@@ -44,9 +44,9 @@ from care_jax.batch import Example, Unusable
 from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
 from care_jax.config.checks import check_config, fill_in
 from care_jax.config.keys import leaves
+from care_jax.data.prompts import open_tokenizer
 from care_jax.data.readers import jsonl, parquet, shards
 from care_jax.data.rows import with_text_answers
-from care_jax.data.stages import open_tokenizer
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 from care_jax.prompts.images import fingerprint, open_image

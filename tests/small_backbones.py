@@ -112,7 +112,7 @@ class Batch:
     is_valid: np.ndarray
     positions: jax.Array
     next_position: jax.Array
-    slots: np.ndarray
+    feature_index: np.ndarray
     images: ImagePatches | None
     patches: list[np.ndarray]
     grids: list[np.ndarray]

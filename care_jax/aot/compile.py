@@ -40,11 +40,11 @@ from care_jax.rl.rollout import compile_decoder, rollout_sizes, sampling_of
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,
+    abstract_params,
     abstract_state,
     compile_to_decode_layout,
     make_adamw,
     open_run,
-    params_of,
 )
 from care_jax.stages import sft
 from care_jax.stages.answering import answering_sizes
@@ -246,7 +246,7 @@ def _rollout_programs(
 
 def _evaluation_programs(run: Run) -> list[Program]:
     """The decode programs of an evaluation; during a stage its state stays on the devices."""
-    base = lora.without(params_of(run))
+    base = lora.without(abstract_params(run))
     kept = shapes.num_bytes(base)
     for stage in evaluated_stages(run.config):
         state = abstract_state(run, make_adamw(run, stage))

@@ -28,11 +28,11 @@ from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,
+    abstract_params,
     abstract_state,
     compile_to_decode_layout,
     has_checkpoint,
     make_adamw,
-    params_of,
     saved_steps,
 )
 
@@ -77,7 +77,7 @@ def _devices(run: Run) -> Iterator[str]:
 
 
 def _model(run: Run) -> Iterator[str]:
-    policy, params = run.policy, params_of(run)
+    policy, params = run.policy, abstract_params(run)
     yield f"{policy.config.family}, {policy.folder or 'random weights'}"
     total, trained = (_num_parameters(tree) for tree in (params, run.partition(params)[0]))
     param_dtype = run.config.model.param_dtype
@@ -141,7 +141,7 @@ def _memory(run: Run) -> Iterator[str]:
     """GiB of the arrays kept on a device during a stage, and of the update if it is compiled."""
     stages = [stage for stage in TRAINING if stage in run.config.stages]
     if not stages:
-        yield f"{_gib(shapes.num_bytes(params_of(run)))} weights"
+        yield f"{_gib(shapes.num_bytes(abstract_params(run)))} weights"
         return
     adamw = make_adamw(run, stages[-1])
     state = abstract_state(run, adamw)
@@ -164,7 +164,7 @@ def _memory(run: Run) -> Iterator[str]:
     stats = run.mesh.devices.flat[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         yield f"{_gib(limit)} there are"
-    if _num_parameters(params_of(run)) <= _CHEAP:
+    if _num_parameters(abstract_params(run)) <= _CHEAP:
         began = time.perf_counter()
         program = update_program(run, stages[-1])
         seconds = time.perf_counter() - began

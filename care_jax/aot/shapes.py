@@ -18,7 +18,7 @@ from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
-from care_jax.data.stages import open_tokenizer
+from care_jax.data.prompts import open_tokenizer
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.slots import Slots, abstract_slots
 from care_jax.devices import sharding
@@ -98,7 +98,7 @@ def prompts(run: Run, size: int, num_context_tokens: int = 0) -> Prompts:
         is_valid=tokens(jnp.bool),
         positions=on_batch(rows_sharding, size, num_tokens, 3)(jnp.int32),
         next_position=on_batch(rows_sharding, size)(jnp.int32),
-        slots=tokens(jnp.int32),
+        feature_index=tokens(jnp.int32),
         images=_images(run, rows_sharding, size, num_patches),
     )
 
@@ -106,7 +106,7 @@ def prompts(run: Run, size: int, num_context_tokens: int = 0) -> Prompts:
 def tree_rows(run: Run, size: int, num_tokens: int, num_patches: int) -> TreeRows:
     """`size` rows of packed trees."""
     rows_sharding = run.train_batch_sharding
-    names = ("tokens", "reach", "slots", "predictor", "branch", "scored")
+    names = ("tokens", "reach", "feature_index", "predictor", "branch", "scored")
     return TreeRows(
         **dict.fromkeys(names, on_batch(rows_sharding, size, num_tokens)(jnp.int32)),
         positions=on_batch(rows_sharding, size, num_tokens, 3)(jnp.int32),

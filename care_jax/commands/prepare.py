@@ -28,9 +28,9 @@ from care_jax.commands.dedup import Content, DuplicateIndex, content_of
 from care_jax.config import command_line
 from care_jax.config.keys import check_keys
 from care_jax.data.pipeline import TOO_LONG
+from care_jax.data.prompts import open_prompts
 from care_jax.data.readers import shards
 from care_jax.data.sources import check_section, open_section
-from care_jax.data.stages import open_prompts
 from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.console import print_line
 from care_jax.run import lock

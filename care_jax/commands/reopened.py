@@ -14,8 +14,8 @@ from ml_collections import config_flags
 from care_jax.batch import Example
 from care_jax.config import command_line
 from care_jax.config.checks import check_config
+from care_jax.data.examples import open_examples
 from care_jax.data.pipeline import Batches
-from care_jax.data.stages import open_stage
 from care_jax.decoding.rollout_buffer import Request
 from care_jax.devices import xla_flags
 from care_jax.method.select import Subgroup
@@ -79,7 +79,7 @@ def check_reflection(run: Run, cue: str | None = None) -> None:
 
 def questions_of(run: Run, num_questions: int) -> Sequence[Example]:
     """The training data of RL, which must have at least `num_questions` examples."""
-    examples = open_stage(run.config, "rl", bool(run.config.verifier.reward))
+    examples = open_examples(run.config, "rl", bool(run.config.verifier.reward))
     if num_questions > len(examples):
         raise ValueError(
             f"--questions must be at most {len(examples)}, the size of data.train, got "

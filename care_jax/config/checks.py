@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 
 from care_jax.config.keys import check_keys, leaves
 from care_jax.config.resume import DRAWN_RESPONSES, TRAINING
+from care_jax.data.examples import SECTIONS
 from care_jax.data.sources import MIXTURE, check_section, has_option, parts_of
-from care_jax.data.stages import SECTIONS
 from care_jax.devices import distributed, sharding
 from care_jax.learning import optimizer
 from care_jax.method.objectives import OBJECTIVES

@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from care_jax.config.keys import FIXED, MOVED, STEPS, change_of, leaves
-from care_jax.data.stages import SECTIONS
+from care_jax.data.examples import SECTIONS
 from care_jax.method.objectives import OBJECTIVES
 
 TRAINING = ("sft", "rl")  # the stages that train

@@ -105,10 +105,10 @@ def prefill(
     Returns:
         the hidden states that predict the first response tokens, and the KV cache.
     """
-    inputs = prompts.tokens, prompts.images, prompts.slots
+    inputs = prompts.tokens, prompts.images, prompts.feature_index
     options: Any = {"attention": attention}
     x, features = backbone.embed_with_images(params, *inputs, config, dtype=dtype, **options)
-    options |= {"features": features, "slots": prompts.slots}
+    options |= {"features": features, "feature_index": prompts.feature_index}
     inputs = x, prompts.positions, prompts.is_valid
     hidden, cache = backbone.prefill(params, *inputs, config, **options)
     return hidden[:, -1], cache

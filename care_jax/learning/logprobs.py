@@ -62,7 +62,7 @@ def score_rows(
         params,
         rows.tokens,
         rows.images,
-        rows.slots,
+        rows.feature_index,
         config,
         dtype=options.dtype,
         remat=options.remat,
@@ -76,7 +76,7 @@ def score_rows(
         config,
         remat=options.remat,
         features=features,
-        slots=rows.slots,
+        feature_index=rows.feature_index,
         routes=routes,
     )
     # Gather the scored tokens to the front of each row, so that columns without any can be skipped.

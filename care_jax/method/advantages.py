@@ -15,7 +15,7 @@ The baselines use the whole group: GRPO (Shao et al. 2024, arXiv 2402.03300), DA
 arXiv 2503.14476), Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), RLOO (Ahmadian et al. 2024, arXiv
 2402.14740). GSPO uses GRPO's advantages.
 
-G is rollouts per prompt, R = G + 1 rows (slot G holds the reflected one), K the target number of
+G is rollouts per prompt, R = G + 1 rows (row G is the reflected one), K the target number of
 negatives, K' the number chosen, K_S the number in S, all with rewards below the anchor's.
 """
 
@@ -105,10 +105,10 @@ def care_advantages(
     A = 0                 if K_S = 0
 
     Args:
-        reward: r of the G rollouts and, in slot G, of the reflected row.
+        reward: r of the G rollouts and, in row G, of the reflected one.
         acc: correctness in [0, 1], same layout.
         subgroup: anchor and negatives among the G rollouts.
-        has_reflection: slot G holds a reflected row.
+        has_reflection: there is a reflected row G.
         K: target number of negatives.
         s, s_refl: scales of negatives and of a reflected failure.
         delta: δ of the pseudo-rewards, > 0.

@@ -233,7 +233,7 @@ def only_of_update(credit: Credit, is_judged: Bool[np.ndarray, " B"], *, has_kl:
 def with_reflected_slot(
     reward: Float[Array, "B _"], acc: Float[Array, "B _"], subgroup: Subgroup
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """Reward and acc with slot G, zero-padded if the batch has no reflected rows."""
+    """Reward and acc with row G, zero-padded if the batch has no reflected rows."""
     missing = subgroup.is_negative.shape[-1] + 1 - reward.shape[1]
     reward, acc = (jnp.pad(x, ((0, 0), (0, missing))) for x in (reward, acc))
     return reward, acc

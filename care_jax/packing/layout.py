@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from care_jax.batch import TreeRows
 from care_jax.packing.plan import RowPlan
 from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
-from models.positions import ImagePatches, image_slots, pack_images, prompt_positions
+from models.positions import ImagePatches, feature_indices, pack_images, prompt_positions
 
 
 def lay_out(
@@ -45,7 +45,7 @@ def lay_out(
     reach = np.where(is_response, index - offset + length - 1, index).astype(np.int32)
     predictor = np.where(is_response, index - 1, -1).astype(np.int32)
     positions = np.zeros((*which.shape, 3), np.int32)
-    slots = np.full(which.shape, -1, np.int32)
+    feature_index = np.full(which.shape, -1, np.int32)
     positions_of = {}  # M-RoPE positions of a prompt's tokens, and of the first token after it
     for tree in plan.trees:
         prompt = prompts[tree]
@@ -61,8 +61,8 @@ def lay_out(
             reach[row, start:end] = stop - 1
             positions[row, start:end], following = positions_of[part.tree]
             positions[row, end:stop] = (following + offset[row, end:stop])[:, None]
-            feature = image_slots(prompt.tokens, prompt.grids, config)
-            slots[row, start:end] = np.where(feature >= 0, feature + num_features, -1)
+            feature = feature_indices(prompt.tokens, prompt.grids, config)
+            feature_index[row, start:end] = np.where(feature >= 0, feature + num_features, -1)
             num_features += len(prompt.patches) // config.merge_size**2
             is_first = offset[row, end:stop] == 0
             predictor[row, end:stop][is_first] = end - 1
@@ -71,7 +71,7 @@ def lay_out(
         tokens=tokens,
         reach=reach,
         positions=positions,
-        slots=slots,
+        feature_index=feature_index,
         images=_images(prompts, plan, builder),
         predictor=predictor,
         branch=np.where(is_response, np.cumsum(offset == 0, axis=1) - 1, -1).astype(np.int32),

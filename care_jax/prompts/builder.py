@@ -28,7 +28,7 @@ from care_jax.prompts.patches import target_size, to_patches
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from models.config import BackboneConfig
 from models.families import FAMILIES
-from models.positions import image_slots, pack_images, prompt_positions
+from models.positions import feature_indices, pack_images, prompt_positions
 from models.release import config_json
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -259,7 +259,7 @@ class PromptBuilder:
         is_valid = np.zeros(shape, bool)
         positions = np.zeros((*shape, 3), np.int32)
         next_position = np.zeros(len(prompts), np.int32)
-        slots = np.full(shape, -1, np.int32)
+        feature_index = np.full(shape, -1, np.int32)
         for row, (prompt, context) in enumerate(zip(prompts, contexts, strict=True)):
             end = num_tokens - len(context)
             own = slice(end - len(prompt.tokens), end)
@@ -269,12 +269,12 @@ class PromptBuilder:
             positions[row, own], following = found
             positions[row, end:] = following + np.arange(len(context))[:, None]
             next_position[row] = following + len(context)
-            slots[row, own] = image_slots(prompt.tokens, prompt.grids, self.config)
+            feature_index[row, own] = feature_indices(prompt.tokens, prompt.grids, self.config)
         images = None
         if self.config.vision and sizes[:, 1].any():
             patches, grids = [p.patches for p in prompts], [p.grids for p in prompts]
             images = pack_images(patches, grids, self.config.vision, bucket[1])
-        return Prompts(tokens, is_valid, positions, next_position, slots, images)
+        return Prompts(tokens, is_valid, positions, next_position, feature_index, images)
 
     def context_tokens(self, text: str) -> Int[np.ndarray, " c"]:
         """Tokens of the beginning of a response, without an end-of-sequence token."""

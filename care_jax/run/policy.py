@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import UInt8
 from ml_collections import ConfigDict
 
-from care_jax.data.stages import open_prompts
+from care_jax.data.prompts import open_prompts
 from care_jax.decoding import reflection
 from care_jax.devices import sharding
 from care_jax.method import spans
@@ -47,7 +47,7 @@ class Policy:
 
 
 def policy_of(config: ConfigDict) -> Policy:
-    """Reads everything except the weights; raises what `data.stages.open_prompts` raises.
+    """Reads everything except the weights; raises what `data.prompts.open_prompts` raises.
 
     Of a release with a manifest, as an export has, files of up to 64 MiB are compared with it.
     """

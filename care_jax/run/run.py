@@ -236,12 +236,12 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
         rng = jax.random.key(run.config.seed)
         options = {"rank": model.lora_rank, "experts": model.lora_experts}
         params = lora.add(params, rng, alpha=model.lora_alpha, **options)
-        params = jax.device_put(params, sharding.of(params_of(run)))
+        params = jax.device_put(params, sharding.of(abstract_params(run)))
     state = _init_state(run, params, adamw)
     return jax.device_put(state, _state_shardings(run, state))
 
 
-def params_of(run: Run) -> Params:
+def abstract_params(run: Run) -> Params:
     """Shape, dtype and sharding of every trained or frozen parameter, adapters included."""
     config, model = run.policy.config, run.config.model
     rank, experts = model.lora_rank, model.lora_experts
@@ -270,7 +270,7 @@ def compile_to_decode_layout(run: Run) -> Callable[[Params], Params]:
 
 def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
     """Shape, dtype and sharding of the result of `start_state`, without allocating arrays."""
-    params = params_of(run)
+    params = abstract_params(run)
     state = jax.eval_shape(lambda params: _init_state(run, params, adamw), params)
     state = dataclasses.replace(state, params=params)
     return sharding.abstract(state, _state_shardings(run, state))

@@ -14,11 +14,11 @@ from ml_collections import ConfigDict
 from care_jax.batch import Example
 from care_jax.config.checks import is_evaluated
 from care_jax.config.resume import TRAINING
+from care_jax.data.examples import SECTIONS
 from care_jax.data.mixture import Mixture
 from care_jax.data.sources import parts_of
-from care_jax.data.stages import SECTIONS
 from care_jax.report.metrics import read_records
-from care_jax.run.run import Run, params_of
+from care_jax.run.run import Run, abstract_params
 
 # What the jitted functions are for that contain the model, and so take long to compile.
 PROGRAMS = {
@@ -50,7 +50,7 @@ def banner(run: Run, sources: Mapping[str, Sequence[Example]], given: Collection
         else _rows(config.data[SECTIONS[stage]], each)
         for stage, each in sources.items()
     }
-    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(params_of(run)))
+    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(run)))
     weights = policy.folder or "random weights"
     if config.model.lora_rank:
         weights = f"{weights}, LoRA of rank {config.model.lora_rank}"

@@ -12,7 +12,13 @@ from care_jax.config.resume import TRAINING
 from care_jax.data.readers import hub
 from care_jax.devices import sharding
 from care_jax.run import guards, integrity, lock
-from care_jax.run.run import Run, checkpoint_folder, has_checkpoint, open_checkpoints, params_of
+from care_jax.run.run import (
+    Run,
+    abstract_params,
+    checkpoint_folder,
+    has_checkpoint,
+    open_checkpoints,
+)
 from models import backbone, lora
 from models.backbone import Params
 
@@ -69,7 +75,7 @@ def start(run: Run) -> Params:
             not finite.
     """
     model, shape = run.config.model, run.policy.config
-    dtype, shardings = jnp.dtype(model.param_dtype), sharding.of(lora.without(params_of(run)))
+    dtype, shardings = jnp.dtype(model.param_dtype), sharding.of(lora.without(abstract_params(run)))
     if run.policy.folder is None:
         params = backbone.init(shape, jax.random.key(run.config.seed), dtype)
         return jax.device_put(params, shardings)
@@ -127,7 +133,7 @@ def restore(
     with open_checkpoints(run, stage) as saved:
         step = saved.latest_step if step is None else step
         assert step is not None  # the caller has found the stage
-        params = saved.restore_params(of(params_of(run)), step)
+        params = saved.restore_params(of(abstract_params(run)), step)
         advice = f"set export.step to another of the saved steps {saved.steps}"
         guards.check_weights(run, params, f"checkpoint {step} of {stage}", advice)
         return params

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from care_jax import main
-from care_jax.data.stages import open_tokenizer
+from care_jax.data.prompts import open_tokenizer
 from care_jax.method.objectives import OBJECTIVES
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.stages import rl

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from care_jax.aot import roofline, shapes, step_sizes
 from care_jax.devices import xla_flags
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.run.run import Run, open_run, params_of
+from care_jax.run.run import Run, abstract_params, open_run
 from configs import tiny
 from models.backbone import Params
 from models.config import BackboneConfig
@@ -107,7 +107,7 @@ def random_params(run: Run) -> Params:
 
     config = run.config.copy_and_resolve_references()
     config.model.lora_rank = 0
-    return jax.tree.map(fill, params_of(dataclasses.replace(run, config=config)))
+    return jax.tree.map(fill, abstract_params(dataclasses.replace(run, config=config)))
 
 
 def draw(

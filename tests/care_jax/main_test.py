@@ -64,7 +64,7 @@ def test_each_stage_works_on_its_own_examples(opened):
     for section, seed in (("sft", 11), ("train", 12), ("test", 13)):
         config.data[section].seed = seed
     for stage in ("sft", "rl", "evaluate"):
-        main.open_stage(config, stage)
+        main.open_examples(config, stage)
     assert [options["seed"] for options in opened] == [11, 12, 13]
     assert [options["split"] for options in opened] == ["train", "train", "test"]
     assert ["teacher_error" in options for options in opened] == [True, False, False]
@@ -77,8 +77,8 @@ def test_answers_that_are_no_texts_need_a_reward_function(tmp_path, stage):
     config = tiny.get_config()
     config.data.train = config.data.test = common.source("jsonl", path=str(path))
     with pytest.raises(ValueError, match=r"1 x answer is a list .*, which needs verifier\.reward"):
-        main.open_stage(config, stage)
-    assert main.open_stage(config, stage, has_reward=True)[0].answer == [1, 2, 3, 4]
+        main.open_examples(config, stage)
+    assert main.open_examples(config, stage, has_reward=True)[0].answer == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

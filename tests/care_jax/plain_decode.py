@@ -11,16 +11,20 @@ import numpy as np
 
 from care_jax.decoding.sampling import sample_token
 from models import backbone
-from models.positions import image_slots, pack_images, prompt_positions
+from models.positions import feature_indices, pack_images, prompt_positions
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature", "top_p"))
-def _sample(params, rows, images, positions, slots, place, key, index, *, config, **choice):
+def _sample(params, rows, images, positions, feature_index, place, key, index, *, config, **choice):
     """The token at `place` of every row, its logp at temperature 1 and as drawn, and the hidden
     state before it."""
-    x, features = backbone.embed_with_images(params, rows, images, slots, config, dtype=jnp.float32)
+    x, features = backbone.embed_with_images(
+        params, rows, images, feature_index, config, dtype=jnp.float32
+    )
     mask = backbone.text_mask(jnp.full(rows.shape, rows.shape[1] - 1, jnp.int32), config)
-    hidden, _ = backbone.forward(params, x, positions, mask, config, features=features, slots=slots)
+    hidden, _ = backbone.forward(
+        params, x, positions, mask, config, features=features, feature_index=feature_index
+    )
     hidden = hidden[:, place - 1]
     logits = backbone.policy_logits(params, hidden, config)
     u = jax.vmap(
@@ -62,8 +66,8 @@ def plain_decode(
     positions, following = prompt_positions(prompt.tokens, prompt.grids, config)
     behind = np.repeat(following + np.arange(length - end)[:, None], 3, 1)
     positions = np.tile(np.concatenate([positions, behind]), (num_rollouts, 1, 1))
-    slots = np.full((num_rollouts, length), -1, np.int32)
-    slots[:, :end] = image_slots(prompt.tokens, prompt.grids, config)
+    feature_index = np.full((num_rollouts, length), -1, np.int32)
+    feature_index[:, :end] = feature_indices(prompt.tokens, prompt.grids, config)
     every = [prompt] * num_rollouts
     images = pack_images(
         [p.patches for p in every], [p.grids for p in every], config.vision, room[1]
@@ -76,7 +80,15 @@ def plain_decode(
     sampled, logps, states = [], [], []
     for place in range(start, end + max_tokens):
         token, logp, hidden = _sample(
-            params, rows.copy(), images, positions, slots, place, key, place - start, **choice
+            params,
+            rows.copy(),
+            images,
+            positions,
+            feature_index,
+            place,
+            key,
+            place - start,
+            **choice,
         )
         rows[:, place] = token
         sampled, logps, states = [*sampled, token], [*logps, logp], [*states, hidden]

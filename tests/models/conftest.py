@@ -10,7 +10,7 @@ from small_backbones import WITH_TOWER, Batch, small_backbone
 
 from models import backbone
 from models.config import BackboneConfig
-from models.positions import image_slots, pack_images, prompt_positions
+from models.positions import feature_indices, pack_images, prompt_positions
 
 
 @pytest.fixture(scope="session", params=WITH_TOWER)
@@ -87,10 +87,10 @@ def make_batch(config):
                     np.arange(P) >= pad,
                     np.pad(positions, ((pad, 0), (0, 0))),
                     after,
-                    np.pad(image_slots(text, grid, config), (pad, 0), constant_values=-1),
+                    np.pad(feature_indices(text, grid, config), (pad, 0), constant_values=-1),
                 )
             )
-        tokens, is_valid, positions, after, slots = map(np.stack, zip(*rows, strict=True))
+        tokens, is_valid, positions, after, feature_index = map(np.stack, zip(*rows, strict=True))
         images = None
         if any(map(len, grids)):
             images = pack_images(patches, grids, config.vision, num_patches)
@@ -99,7 +99,7 @@ def make_batch(config):
             is_valid,
             jnp.asarray(positions),
             jnp.asarray(after),
-            slots,
+            feature_index,
             jax.tree.map(jnp.asarray, images),
             patches,
             grids,

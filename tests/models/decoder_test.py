@@ -33,7 +33,11 @@ def features(params, prompts, config):
 
 def embed_prompts(params, prompts, features):
     return backbone.embed(
-        params, prompts.tokens, dtype=jnp.float32, features=features, slots=prompts.slots
+        params,
+        prompts.tokens,
+        dtype=jnp.float32,
+        features=features,
+        feature_index=prompts.feature_index,
     )
 
 
@@ -60,7 +64,7 @@ def tree_row(params, prompts, features, responses, config, remat="none"):
         config,
         remat=remat,
         features=features,
-        slots=np.pad(prompts.slots, ((0, 0), (0, R * T)), constant_values=-1),
+        feature_index=np.pad(prompts.feature_index, ((0, 0), (0, R * T)), constant_values=-1),
     )
     return hidden[:, P:].reshape(B, R, T, -1), hidden[:, :P]
 
@@ -71,14 +75,14 @@ def replicated_rows(params, prompts, features, responses, config):
     P = x.shape[1]
     segments = np.where(np.pad(prompts.is_valid, ((0, 0), (0, T)), constant_values=True), 0, -1)
     mask = backbone.text_mask(causal_reach(segments), config)
-    slots = np.pad(prompts.slots, ((0, 0), (0, T)), constant_values=-1)
+    feature_index = np.pad(prompts.feature_index, ((0, 0), (0, T)), constant_values=-1)
     positions = jnp.concatenate([prompts.positions, response_positions(prompts)], axis=1)
 
     def row(tokens):
         own = backbone.embed(params, tokens, dtype=jnp.float32)
         x_row = jnp.concatenate([x, own], axis=1)
         hidden, _ = backbone.forward(
-            params, x_row, positions, mask, config, features=features, slots=slots
+            params, x_row, positions, mask, config, features=features, feature_index=feature_index
         )
         return hidden[:, P:]
 
@@ -153,7 +157,7 @@ def decode(params, prompts, features, config):
             params = backbone.to_decode_layout(params, config, jnp.float32)
             x = embed_prompts(params, prompts, features)
             inputs = prompts.positions, prompts.is_valid, config
-            images = {"features": features, "slots": prompts.slots}
+            images = {"features": features, "feature_index": prompts.feature_index}
             prompt_hidden, prefix = backbone.prefill(params, x, *inputs, **images)
             suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
             outs = []
@@ -240,8 +244,8 @@ def test_features_are_added_behind_their_layers_to_the_tokens_of_their_slots(par
     """Two DeepStack layers of three; token 1 shows feature 2, and token 4 feature 0."""
     text, x, positions = config.text, embedded(config, 1, 6), text_positions(*range(6))
     features = jax.random.normal(jax.random.key(6), (2, 1, 3, text.hidden_size))
-    slots = jnp.array([[-1, 2, -1, -1, 0, -1]])
-    added = dict(features=ImageFeatures(features[0], features), slots=slots)
+    feature_index = jnp.array([[-1, 2, -1, -1, 0, -1]])
+    added = dict(features=ImageFeatures(features[0], features), feature_index=feature_index)
     mask = backbone.text_mask(jnp.full((1, 6), 5), config)
 
     def by_hand(p, x):
@@ -268,10 +272,16 @@ def test_features_are_added_behind_their_layers_to_the_tokens_of_their_slots(par
 
 def test_slots_take_their_features_and_other_tokens_keep_what_they_have():
     features = jnp.array([[[1.0], [2.0]], [[3.0], [4.0]]])
-    slots = jnp.array([[-1, 1, 0], [0, -1, -1]])
-    assert decoder.at_slots(features, slots, 9.0)[..., 0].tolist() == [[9, 2, 1], [3, 9, 9]]
+    feature_index = jnp.array([[-1, 1, 0], [0, -1, -1]])
+    assert decoder.gather_features(features, feature_index, 9.0)[..., 0].tolist() == [
+        [9, 2, 1],
+        [3, 9, 9],
+    ]
     own = 10 + jnp.arange(6.0).reshape(2, 3, 1)
-    assert decoder.at_slots(features, slots, own)[..., 0].tolist() == [[10, 2, 1], [3, 14, 15]]
+    assert decoder.gather_features(features, feature_index, own)[..., 0].tolist() == [
+        [10, 2, 1],
+        [3, 14, 15],
+    ]
 
 
 @pytest.fixture(scope="module")

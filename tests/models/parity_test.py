@@ -52,7 +52,7 @@ def embedded(params, batch, config):
     """Embedded prompts, and the image features in them."""
     images = batch.images if any(map(len, batch.grids)) else None
     return backbone.embed_with_images(
-        params, batch.tokens, images, batch.slots, config, dtype=jnp.float32
+        params, batch.tokens, images, batch.feature_index, config, dtype=jnp.float32
     )
 
 
@@ -60,7 +60,13 @@ def logits(params, batch, config):
     x, features = embedded(params, batch, config)
     mask = backbone.text_mask(causal_reach(jnp.where(batch.is_valid, 0, -1)), config)
     hidden, _ = backbone.forward(
-        params, x, batch.positions, mask, config, features=features, slots=batch.slots
+        params,
+        x,
+        batch.positions,
+        mask,
+        config,
+        features=features,
+        feature_index=batch.feature_index,
     )
     return backbone.unembed(params, hidden, config)
 
@@ -141,7 +147,7 @@ def test_image_features_equal_transformers(pair, make_batch):
         for own, expected in zip(ours, [output.pooler_output, *deepstack], strict=True):
             expected = expected.numpy()
             assert np.abs(expected).max() > 1
-            own = own[0, batch.slots[batch.slots >= 0]]
+            own = own[0, batch.feature_index[batch.feature_index >= 0]]
             np.testing.assert_allclose(own, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -183,7 +189,7 @@ def test_greedy_tokens_equal_transformers(pair, make_batch):
             batch.is_valid,
             config,
             features=features,
-            slots=batch.slots,
+            feature_index=batch.feature_index,
         )
         token = backbone.unembed(params, hidden[:, -1:], config).argmax(-1)
         suffix = backbone.init_cache(config, B, 1, T, jnp.float32)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.positions import image_slots, pack_images, prompt_positions
+from models.positions import feature_indices, pack_images, prompt_positions
 
 
 def test_text_and_image_positions_by_hand(config):
@@ -22,7 +22,7 @@ def test_text_and_image_positions_by_hand(config):
     assert after == 8
     features = [0, 1, 4, 2, 3, 5] if config.vision.window_size else range(6)
     np.testing.assert_array_equal(
-        image_slots(tokens, grids, config), [-1, -1, *features, -1, 6, -1]
+        feature_indices(tokens, grids, config), [-1, -1, *features, -1, 6, -1]
     )
 
 
@@ -109,10 +109,10 @@ def test_windows_are_consecutive_and_slots_point_at_their_blocks_by_hand(config)
     np.testing.assert_array_equal(images.windows[0], [*np.repeat(np.arange(7), sizes), *[-1] * 4])
     np.testing.assert_array_equal(images.segments[0], [*[0] * 4, *[1] * 60, *[-1] * 4])
     tokens = np.array([5, config.image_token_id, 6, *[config.image_token_id] * 15, 7])
-    slots = image_slots(tokens, grids, config)
-    np.testing.assert_array_equal(slots[[0, 2, -1]], -1)
-    assert slots[1] == 0
-    np.testing.assert_array_equal(images.patches[0, 4 * slots[3:-1], 0], np.arange(1, 16))
+    feature_index = feature_indices(tokens, grids, config)
+    np.testing.assert_array_equal(feature_index[[0, 2, -1]], -1)
+    assert feature_index[1] == 0
+    np.testing.assert_array_equal(images.patches[0, 4 * feature_index[3:-1], 0], np.arange(1, 16))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from care_jax import main
 from care_jax.aot import dry_run
-from care_jax.data.stages import open_stage
+from care_jax.data.examples import open_examples
 from care_jax.run.policy import policy_of
 from configs import tiny
 from models import backbone
@@ -68,7 +68,7 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
     assert "5 rows" in data
     assert "left out of the first 5 rows: 2 x no answer (first is row " in data
     builder = policy_of(tiny.get_config()).prompts
-    example = open_stage(_with(changes), "rl")[1]
+    example = open_examples(_with(changes), "rl")[1]
     assert f"{len(builder.tokenize(example).tokens)} tokens, 48 patches" in data
     assert "question '<image>How many?', answer '3'" in data and "not shown" not in data
     assert "image 640×480 resized to 64×48, 12 tokens" in data

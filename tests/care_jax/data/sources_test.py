@@ -3,10 +3,10 @@
 import pytest
 
 from care_jax.batch import Example, Unusable
+from care_jax.data.examples import open_examples
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import first_usable
 from care_jax.data.sources import SOURCES, check_section, is_drawn, open_source
-from care_jax.data.stages import open_stage
 from configs import common, tiny
 
 DATA = {"min_pixels": 256, "max_pixels": 4096}
@@ -72,7 +72,7 @@ def test_stage_draws_from_its_mixture(rows):
             common.source("synthetic", num_examples=5, weight=3.0),
         ),
     )
-    examples = open_stage(config, "rl")
+    examples = open_examples(config, "rl")
     assert isinstance(examples, Mixture) and examples.weights == [1.0, 3.0]
     assert examples[0].max_pixels == 1024 and examples[2].max_pixels == 0
     assert examples[2].id.startswith("train-")
@@ -95,7 +95,7 @@ def test_held_out_rows_are_checked_before_the_stage_starts(rows, caplog):
     path = rows("a.jsonl", {"image": "gone.png"}, {}, {"answer": ""})
     config.data.test = common.source("jsonl", path=path)
     with caplog.at_level("WARNING"):
-        examples = open_stage(config, "evaluate")
+        examples = open_examples(config, "evaluate")
     assert [example.id for example in examples] == ["2"]
     first = f"(first is row 1: {path.replace('a.jsonl', 'gone.png')})"
     assert f"data.test: left out 1 rows: image missing {first}" in caplog.text
@@ -105,7 +105,7 @@ def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):
     config = tiny.get_config()
     path = rows("a.jsonl", {}, {"response": "<think>x</think><answer>1</answer>"})
     config.data.sft = common.source("jsonl", path=path)
-    examples = open_stage(config, "sft")
+    examples = open_examples(config, "sft")
     assert first_usable(examples).id == "2"
     with pytest.raises(Unusable, match="no response to imitate"):
         _ = examples[0]
@@ -135,7 +135,7 @@ def test_rows_that_a_stage_cannot_use_are_refused(rows, stage, given, message):
     config.data.sft = common.source("mixture", parts=parts)
     config.data.train = config.data.test = section
     with pytest.raises(ValueError, match=message):
-        open_stage(config, stage)
+        open_examples(config, stage)
 
 
 def test_each_stage_reads_its_own_section_and_the_cold_start_alone_has_a_teacher():
@@ -143,7 +143,7 @@ def test_each_stage_reads_its_own_section_and_the_cold_start_alone_has_a_teacher
     config.data.teacher_error = 1.0
     for section, seed in (("sft", 11), ("train", 12), ("test", 13)):
         config.data[section] = common.source("synthetic", num_examples=80, seed=seed)
-    stages = {stage: open_stage(config, stage) for stage in ("sft", "rl", "evaluate")}
+    stages = {stage: open_examples(config, stage) for stage in ("sft", "rl", "evaluate")}
     ids = {stage: examples[0].id for stage, examples in stages.items()}
     assert ids == {"sft": "train-11-0", "rl": "train-12-0", "evaluate": "test-13-0"}
     is_taught_right = {

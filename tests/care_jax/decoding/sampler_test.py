@@ -198,10 +198,10 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
     @jax.jit
     def hidden_states(rows):
         x, features = backbone.embed_with_images(
-            params, rows.tokens, rows.images, rows.slots, config, dtype=jnp.float32
+            params, rows.tokens, rows.images, rows.feature_index, config, dtype=jnp.float32
         )
         mask = backbone.text_mask(rows.reach, config)
-        options = {"features": features, "slots": rows.slots}
+        options = {"features": features, "feature_index": rows.feature_index}
         return backbone.forward(params, x, rows.positions, mask, config, **options)[0]
 
     hidden = hidden_states(lay_out(image_prompts, tokens, plan, ending.prompts))

@@ -21,7 +21,7 @@ from care_jax.packing.layout import at_rows, at_tokens, lay_out
 from care_jax.packing.plan import plan_rows
 from care_jax.packing.trees import TreeSizes
 from care_jax.prompts.builder import TokenizedPrompt
-from models.positions import image_slots, pack_images, prompt_positions
+from models.positions import feature_indices, pack_images, prompt_positions
 
 T = 20
 
@@ -123,9 +123,9 @@ def test_a_tree_stands_in_a_row_as_it_would_alone(policy, tokenized, row_tokens)
             positions, behind = prompt_positions(prompt.tokens, prompt.grids, policy.config)
             np.testing.assert_array_equal(rows.tokens[row, given], prompt.tokens)
             np.testing.assert_array_equal(rows.positions[row, given], positions)
-            slots = image_slots(prompt.tokens, prompt.grids, policy.config)
-            slots[slots >= 0] += num_features
-            np.testing.assert_array_equal(rows.slots[row, given], slots)
+            feature_index = feature_indices(prompt.tokens, prompt.grids, policy.config)
+            feature_index[feature_index >= 0] += num_features
+            np.testing.assert_array_equal(rows.feature_index[row, given], feature_index)
             num_features += len(prompt.patches) // policy.config.vision.merge_size**2
             start = given.stop
             for branch in part.branches:
@@ -137,11 +137,11 @@ def test_a_tree_stands_in_a_row_as_it_would_alone(policy, tokenized, row_tokens)
                 expected = np.repeat(behind + np.arange(length)[:, None], 3, 1)
                 np.testing.assert_array_equal(rows.positions[row, own], expected)
                 assert (rows.branch[row, own] == num_branches).all()
-                assert (rows.slots[row, own] == -1).all()
+                assert (rows.feature_index[row, own] == -1).all()
                 start, num_branches = own.stop, num_branches + 1
         behind = slice(start, None)
         assert (rows.tokens[row, behind] == policy.config.pad_token_id).all()
-        for name in ("slots", "predictor", "branch"):
+        for name in ("feature_index", "predictor", "branch"):
             assert (getattr(rows, name)[row, behind] == -1).all()
         assert not rows.positions[row, behind].any()
         if not parts:

@@ -91,9 +91,9 @@ def test_batch_is_left_padded_and_keeps_each_prompt(builder):
         np.testing.assert_array_equal(prompts.is_valid[row].nonzero()[0], range(48 - length, 48))
         np.testing.assert_array_equal(prompts.positions[row, -length], [0, 0, 0])
         assert (prompts.next_position[row] == prompts.positions[row, -1] + 1).all()
-    slots = prompts.slots[0][prompts.tokens[0] == CONFIG.image_token_id]
-    np.testing.assert_array_equal(slots, range(6))
-    assert (prompts.slots[1] == -1).all()
+    feature_index = prompts.feature_index[0][prompts.tokens[0] == CONFIG.image_token_id]
+    np.testing.assert_array_equal(feature_index, range(6))
+    assert (prompts.feature_index[1] == -1).all()
     np.testing.assert_array_equal((prompts.images.segments >= 0).sum(-1), [24, 0])
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.data.stages import open_tokenizer
+from care_jax.data.prompts import open_tokenizer
 from care_jax.method.spans import token_bytes
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 from care_jax.prompts.rendering import image_line, rendered, resized_images

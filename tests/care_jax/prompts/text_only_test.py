@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from care_jax.batch import Example
 from care_jax.data.drawn import synthetic
-from care_jax.data.stages import open_prompts
+from care_jax.data.prompts import open_prompts
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 from care_jax.prompts.release_tokenizer import load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
@@ -102,7 +102,7 @@ def test_a_prompt_does_not_depend_on_the_day(config, tokenizer, template):
 def test_a_batch_of_texts_has_plain_positions_and_no_images(config, tokenizer):
     builder = PromptBuilder(tokenizer, config, **SETTINGS)
     prompts = builder.batch([builder.tokenize(question(text)) for text in ("1 + 1?", "2?")])
-    assert prompts.images is None and (prompts.slots == -1).all()
+    assert prompts.images is None and (prompts.feature_index == -1).all()
     for row in range(2):
         positions = prompts.positions[row, prompts.is_valid[row]]
         np.testing.assert_array_equal(positions, np.arange(len(positions))[:, None].repeat(3, 1))

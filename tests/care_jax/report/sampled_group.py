@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from care_jax.batch import Credit, Example, Groups, RawAdvantages, Rollouts, Scores, Subgroup
-from care_jax.data.stages import open_tokenizer
+from care_jax.data.prompts import open_tokenizer
 from care_jax.prompts.builder import TokenizedPrompt, backbone_config
 from care_jax.report.groups import Wording
 from care_jax.rewards.verifier import parse_text

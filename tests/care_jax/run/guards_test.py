@@ -14,7 +14,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.run import guards, weights
 from care_jax.run.guards import Measured
-from care_jax.run.run import make_adamw, open_checkpoints, params_of, start_state
+from care_jax.run.run import abstract_params, make_adamw, open_checkpoints, start_state
 
 FACTORS = dict(log_vocabulary=math.log(600), max_norm_factor=10.0, max_loss_factor=2.0)
 
@@ -50,7 +50,7 @@ def test_the_sums_are_those_of_every_tensor_on_any_mesh(make_run, params, dtype,
     run = make_run({"model.param_dtype": dtype, "model.offload": offload})
     run = dataclasses.replace(run, mesh=make_mesh(1, 4, 2))
     adamw = make_adamw(run, "rl")
-    where = params_of(run)
+    where = abstract_params(run)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     state = start_state(run, jax.device_put(params, sharding.of(where)), adamw)
     table = state.params["text"]["embed"]["table"]
@@ -185,7 +185,7 @@ def test_weights_of_a_file_must_be_numbers(make_run, params):
 def test_a_broken_checkpoint_is_neither_exported_nor_evaluated(make_run, params):
     """As an earlier version saved it."""
     run = make_run({})
-    where = sharding.of(params_of(run))
+    where = sharding.of(abstract_params(run))
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
     state = start_state(run, jax.device_put(broken, where), make_adamw(run, "sft"))
     with open_checkpoints(run, "sft") as saved:

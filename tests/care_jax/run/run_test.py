@@ -12,11 +12,11 @@ from care_jax.devices import placement, sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.run.run import (
     Run,
+    abstract_params,
     abstract_state,
     check_workdir,
     make_adamw,
     open_run,
-    params_of,
     schedule_of,
     start_state,
 )
@@ -36,7 +36,7 @@ def start(run, params):
     """The state that RL starts from."""
 
     def start():
-        where = sharding.of(lora.without(params_of(run)))
+        where = sharding.of(lora.without(abstract_params(run)))
         adamw = make_adamw(run, "rl")
         return start_state(run, jax.device_put(params, where), adamw)
 

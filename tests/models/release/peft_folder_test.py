@@ -64,11 +64,17 @@ def exported(params, config, adapted, tmp_path_factory):
 
 def our_logits(params, batch, config):
     x, features = backbone.embed_with_images(
-        params, batch.tokens, batch.images, batch.slots, config, dtype=jnp.float32
+        params, batch.tokens, batch.images, batch.feature_index, config, dtype=jnp.float32
     )
     mask = backbone.text_mask(causal_reach(jnp.where(batch.is_valid, 0, -1)), config)
     hidden, _ = backbone.forward(
-        params, x, batch.positions, mask, config, features=features, slots=batch.slots
+        params,
+        x,
+        batch.positions,
+        mask,
+        config,
+        features=features,
+        feature_index=batch.feature_index,
     )
     return np.asarray(backbone.unembed(params, hidden, config))
 

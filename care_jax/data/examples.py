@@ -1,32 +1,21 @@
-"""Opens the data of a configuration: the examples of each stage, tokenizer and prompts."""
+"""Opens the examples of each stage, as the configuration names them."""
 
 from __future__ import annotations
 
-import os
-import pathlib
 import re
 from collections.abc import Sequence
 
-import numpy as np
-from jax.typing import DTypeLike
 from ml_collections import ConfigDict
-from transformers import PreTrainedTokenizerBase
 
 from care_jax.batch import Example
-from care_jax.data.drawn import synthetic
 from care_jax.data.mixture import Mixture
-from care_jax.data.readers import hub
 from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_responses, with_text_answers
 from care_jax.data.sources import MIXTURE, is_drawn, named, open_section, parts_of
-from care_jax.prompts.builder import PromptBuilder, backbone_config
-from care_jax.prompts.release_tokenizer import load_tokenizer
-from care_jax.prompts.tokenizer import build_tokenizer
-from models.release import config_json
 
 SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its section of data
 
 
-def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
+def open_examples(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
     """The examples of a stage; unusable examples are removed from held-out files.
 
     With `has_reward` a reward function judges, so answers need not be text.
@@ -61,51 +50,14 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
     return checked(examples, name)[0] if is_checked else examples
 
 
-def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Sequence[Example]:
-    """`open_stage` for examples that were given from Python."""
+def given_examples(examples: Sequence[Example], stage: str, has_reward: bool) -> Sequence[Example]:
+    """`open_examples` for examples that were given from Python."""
     examples = examples if has_reward else with_text_answers(examples)
     if stage == "rl":
         with named("train"):
             first_usable(examples)
         return examples
     return checked(examples, "test")[0]
-
-
-def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer; for "" one trained on the texts of `synthetic` in about a second."""
-    if not folder:
-        return build_tokenizer(synthetic.texts())
-    return load_tokenizer(os.path.expanduser(folder))
-
-
-def open_prompts(
-    config: ConfigDict, *, patch_dtype: DTypeLike = np.float32
-) -> tuple[PromptBuilder, pathlib.Path | None]:
-    """The prompt builder of a run and the folder of its release, None for random weights.
-
-    Of a hub id, all files but the weights are downloaded.
-
-    Raises:
-        ValueError: no such release, or neither or both of model.path and model.backbone are set.
-    """
-    model, data = config.model, config.data
-    fields = model.backbone.to_dict()
-    if bool(model.path) == bool(fields):
-        raise ValueError(
-            f"expected either model.path or model.backbone, got path {model.path!r} and "
-            f"{len(fields)} fields of a backbone; set exactly one"
-        )
-    folder = hub.find(model.path, hub.SETTINGS, kind="model") if model.path else None
-    backbone = config_json.from_folder(folder) if folder else None  # before the slower tokenizer
-    tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
-    keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")
-    prompts = PromptBuilder(
-        tokenizer,
-        backbone or backbone_config(fields, tokenizer),
-        patch_dtype=patch_dtype,
-        **{key: data[key] for key in keys},
-    )
-    return prompts, folder
 
 
 def _open_part(key: str, config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:
