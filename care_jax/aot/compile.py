@@ -164,17 +164,26 @@ def fit(
         raise ValueError(
             f'stages must contain "sft", "rl" or "evaluate", got {tuple(config.stages)}; add one'
         )
-    found = tuple(programs), decode_prompts, len(set(chips.slices)), largest, expected
-    carried = carried_bytes(run, expected) if expected else 0
-    is_offloaded = "rollouts" in config.model.offload
-    return Fit(topology, chips.chip, mesh, *found, mean_response, in_flight, carried, is_offloaded)
+    return Fit(
+        topology=topology,
+        chip=chips.chip,
+        mesh=mesh,
+        programs=tuple(programs),
+        decode_prompts=decode_prompts,
+        num_slices=len(set(chips.slices)),
+        largest=largest,
+        expected=expected,
+        mean_response=mean_response,
+        in_flight=in_flight,
+        carried=carried_bytes(run, expected) if expected else 0,
+        is_offloaded="rollouts" in config.model.offload,
+    )
 
 
 def carried_bytes(run: Run, step: StepSizes) -> int:
     """Bytes on one chip of the slots that a step leaves to the next, of the longest prompts."""
     sizes, _ = rollout_sizes(run)
-    slots = shapes.slots(run, sizes, shapes.largest_bucket(run)[0])
-    return shapes.num_bytes(slots) * step.num_left // sizes.num_slots
+    return shapes.slot_bytes(run, sizes) * step.num_left // sizes.num_slots
 
 
 def update_program(run: Run, stage: str) -> Program:
@@ -220,8 +229,7 @@ def _rollout_programs(
     moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
     beside = kept - shapes.num_bytes(state.params)
     reshard = Program("rl reshard", moved, 1, (moved,) if expected else (), beside)
-    to_decode_layout = compile_update(run, adamw, sharding.of(state)).to_decode_layout
-    reshard, params = _compile(reshard, to_decode_layout, (state.params,))
+    reshard, params = _compile(reshard, compile_to_decode_layout(run), (state.params,))
     if params is None:
         return [reshard], None
     keeps_routes = bool(config.text.num_experts)
@@ -274,8 +282,7 @@ def _decode_programs(
 
     `kept` becomes `Program.beside`.
     """
-    rows_sharding, rules = run.decode_batch_sharding, run.config.decode_sharding_rules
-    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+    rows_sharding, impl = run.decode_batch_sharding, run.attention(is_decoding=True)
     per_prompt = shapes.on_batch(rows_sharding, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.num_context_tokens)
     num_tokens = prompts.tokens.shape[1]
@@ -328,8 +335,14 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
         work = work_of(run, plan.num_microbatches, packed)
         updates = expected.updates if expected else ()
         works = tuple(work_of(run, plan.num_microbatches, packed) for plan, packed in updates)
-        calls = num_updates * num_scores, works * num_scores
-        return _compile(Program(name, work, *calls, beside + later), jitted, (params, batch))[0]
+        program = Program(
+            name,
+            work,
+            num_calls=num_updates * num_scores,
+            expected=works * num_scores,
+            beside=beside + later,
+        )
+        return _compile(program, jitted, (params, batch))[0]
 
     scored = []
     if num_scores := bool(run.objective.beta) + run.has_trainer_logp:
@@ -337,8 +350,7 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
         beside = shapes.num_bytes(state)
         if not run.has_reference_copy:  # scored with the parameters of the state
             beside -= shapes.num_bytes(params)
-        arguments = programs.score, params, beside, workload.score, num_scores
-        scored = [compiled("rl score", *arguments)]
+        scored = [compiled("rl score", programs.score, params, beside, workload.score, num_scores)]
     beside = _reference_bytes(run, state)
     return [*scored, compiled("rl update", programs.update, state, beside, workload.train)]
 

@@ -155,11 +155,7 @@ def _memory(run: Run) -> Iterator[str]:
         decoding = jax.eval_shape(compile_to_decode_layout(run), state.params)
         num_bytes = shapes.num_bytes(sharding.abstract(decoding, layout))
         yield f"{_gib(num_bytes)} weights for decoding"
-        most = max(
-            shapes.num_bytes(shapes.slots(run, sizes, num_tokens))
-            for sizes in rollout_sizes(run)
-            for num_tokens in [shapes.largest_bucket(run)[0] + sizes.num_context_tokens]
-        )
+        most = max(shapes.slot_bytes(run, sizes) for sizes in rollout_sizes(run))
         yield f"{_gib(most)} KV caches and slots of rl.decode_prompts prompts of the largest bucket"
     stats = run.mesh.devices.flat[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):

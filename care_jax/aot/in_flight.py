@@ -46,7 +46,7 @@ class Memory:
         most, other = 0, _with(run, num_prompts, num_rows)
         passes = zip(rollout_sizes(run), rollout_sizes(other), strict=True)
         for (old, new), (prefill, steps) in zip(passes, self.programs, strict=False):
-            had, has = _slots(run, old), _slots(run, new)
+            had, has = shapes.slot_bytes(run, old), shapes.slot_bytes(run, new)
             prompts = new.num_slots / old.num_slots
             rows = prompts * new.num_rows / old.num_rows
             most = max(most, has + int(max((prefill - had) * prompts, (steps - had) * rows)))
@@ -89,16 +89,9 @@ def _with(run: Run, num_prompts: int, num_rows: int) -> Run:
     return dataclasses.replace(run, config=config)
 
 
-def _slots(run: Run, sizes: Sizes) -> int:
-    """Bytes on one chip of the slots, caches included."""
-    num_tokens = shapes.largest_bucket(run)[0] + sizes.num_context_tokens
-    return shapes.num_bytes(shapes.slots(run, sizes, num_tokens))
-
-
 def _seconds(run: Run, chip: Chip, sizes: Sizes, schedule: Schedule) -> float:
     """FLOPs and bytes of the decode steps at the peak rates, one after the other."""
-    rules = run.config.decode_sharding_rules
-    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+    impl = run.attention(is_decoding=True)
     works = [workload.decode(run, sizes, call, impl) for call in schedule.calls]
     bounds = [work.bounds(chip, run.mesh.size) for work in works]
     return sum(each["compute"] + each["memory"] for each in bounds)

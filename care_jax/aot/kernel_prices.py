@@ -18,7 +18,6 @@ from care_jax.aot import workload
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.simulation import Call
-from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.packing.plan import RowPlan
 from care_jax.packing.trees import Part
@@ -156,8 +155,7 @@ def _windows(first: np.ndarray, last: np.ndarray, size: int) -> Spans:
 
 def implementation(run: Run, is_decoding: bool = False) -> AttentionImpl:
     """The attention of a run, on one shard."""
-    rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
-    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+    impl = run.attention(is_decoding=is_decoding)
     return dataclasses.replace(impl, mesh=None, batch_axes=(), head_axes=())
 
 

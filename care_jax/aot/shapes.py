@@ -21,7 +21,6 @@ from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
 from care_jax.data.prompts import open_tokenizer
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.slots import Slots, abstract_slots
-from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.prompts.builder import backbone_config
 from care_jax.run.policy import Policy
@@ -64,10 +63,21 @@ def on_batch(rows_sharding: NamedSharding, *shape: int) -> Callable[[Any], jax.S
 def slots(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Slots:
     """The decoder's slots, for prompts of this length."""
     dtype = jnp.dtype(run.config.model.compute_dtype)
-    rules = run.config.decode_sharding_rules
-    attention = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
-    where = attention, rules, run.mesh
-    return abstract_slots(run.policy.config, sizes, num_prompt_tokens, dtype, *where)
+    return abstract_slots(
+        run.policy.config,
+        sizes,
+        num_prompt_tokens,
+        dtype,
+        run.attention(is_decoding=True),
+        run.config.decode_sharding_rules,
+        run.mesh,
+    )
+
+
+def slot_bytes(run: Run, sizes: Sizes) -> int:
+    """Bytes on one chip of the decoder's slots and their KV caches, for the longest prompts."""
+    num_tokens = largest_bucket(run)[0] + sizes.num_context_tokens
+    return num_bytes(slots(run, sizes, num_tokens))
 
 
 def largest_bucket(run: Run) -> tuple[int, int]:

@@ -71,15 +71,14 @@ def compile_decoder(
 
     `attention` None: the device's implementation, without comparing it with XLA.
     """
-    rules, model = run.config.decode_sharding_rules, run.config.model
     if attention is None:
-        impl = sharding.attention_impl(model.attention, rules, run.mesh)
+        impl = run.attention(is_decoding=True)
         attention = DecodingAttention(impl, impl)
     options = DecodeOptions(
         config=run.policy.config,
         mesh=run.mesh,
-        rules=rules,
-        dtype=jnp.dtype(model.compute_dtype),
+        rules=run.config.decode_sharding_rules,
+        dtype=jnp.dtype(run.config.model.compute_dtype),
         closing_tag=run.policy.closing_tag,
         temperature=temperature,
         top_p=top_p,

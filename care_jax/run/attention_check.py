@@ -15,7 +15,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Int
 
 from care_jax.decoding.sampler import DecodingAttention
@@ -36,8 +35,7 @@ def training_attention(run: Run, row_tokens: int, row_patches: int) -> Attention
 
     With model.attention = "auto" it is the device's kernel, if there is one and it agrees with XLA.
     """
-    sizes = row_tokens, row_patches
-    return _checked(run, run.config.sharding_rules, run.train_batch_sharding, sizes, "training")
+    return _checked(run, (row_tokens, row_patches), is_decoding=False)
 
 
 def decoding_attention(run: Run, sizes: Sizes) -> DecodingAttention:
@@ -47,19 +45,22 @@ def decoding_attention(run: Run, sizes: Sizes) -> DecodingAttention:
     XLA; the decode kernel must also be faster than XLA.
     """
     largest = tuple(map(max, zip(*run.policy.prompts.buckets, strict=True)))
-    rules = run.config.decode_sharding_rules
-    prefill = _checked(run, rules, run.decode_batch_sharding, largest, "prefill")
+    prefill = _checked(run, largest, is_decoding=True)
     return DecodingAttention(prefill, _steps_attention(run, sizes, largest[0]))
 
 
-def _checked(
-    run: Run, rules: sharding.Rules, rows_sharding: NamedSharding, sizes: tuple[int, int], use: str
-) -> AttentionImpl:
-    name = run.config.model.attention
-    impl = sharding.attention_impl(name, rules, run.mesh)
-    if name != "auto" or impl.name == "xla":
+def _checked(run: Run, sizes: tuple[int, int], *, is_decoding: bool) -> AttentionImpl:
+    """The implementation for rows of these numbers of tokens and patches."""
+    impl = run.attention(is_decoding=is_decoding)
+    if run.config.model.attention != "auto" or impl.name == "xla":
         return impl
-    (num_tokens, num_patches), num_rows = sizes, sharding.num_shards(rows_sharding)
+    num_tokens, num_patches = sizes
+    use, rows_sharding = (
+        ("prefill", run.decode_batch_sharding)
+        if is_decoding
+        else ("training", run.train_batch_sharding)
+    )
+    num_rows = sharding.num_shards(rows_sharding)
     text, vision = run.policy.config.text, run.policy.config.vision
     group, dtype = text.num_heads // text.num_kv_heads, jnp.dtype(run.config.model.compute_dtype)
 
@@ -81,13 +82,12 @@ def _checked(
         f"{num_tokens} tokens and by {on_images:.1e} on rows of {num_patches} patches, so "
         f"{'it' if is_close else 'XLA'} is used"
     )
-    return impl if is_close else sharding.attention_impl("xla", rules, run.mesh)
+    return impl if is_close else run.attention(is_decoding=is_decoding, name="xla")
 
 
 def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> AttentionImpl:
-    rules, name = run.config.decode_sharding_rules, run.config.model.attention
-    impl = sharding.attention_impl(name, rules, run.mesh)
-    if name != "auto" or impl.name == "xla":
+    impl = run.attention(is_decoding=True)
+    if run.config.model.attention != "auto" or impl.name == "xla":
         return impl
     apart, ours, theirs = compare_steps(run, sizes, num_prompt_tokens)
     is_used = apart <= TOLERANCE and ours < theirs  # false for NaN
@@ -95,7 +95,7 @@ def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Attentio
         f"attention in decode steps: the {impl.name} kernel differs from XLA by {apart:.1e} and "
         f"takes {ours:.2f} ms against {theirs:.2f} ms, so {'it' if is_used else 'XLA'} is used"
     )
-    return impl if is_used else sharding.attention_impl("xla", rules, run.mesh)
+    return impl if is_used else run.attention(is_decoding=True, name="xla")
 
 
 def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
@@ -103,8 +103,7 @@ def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float
 
     Returns the largest difference relative to the largest entry, and both times in ms.
     """
-    rules = run.config.decode_sharding_rules
-    impl, xla = (sharding.attention_impl(name, rules, run.mesh) for name in ("auto", "xla"))
+    impl, xla = (run.attention(is_decoding=True, name=name) for name in ("auto", "xla"))
     trial = _trial_step(run, sizes, num_prompt_tokens)
 
     def attended(impl: AttentionImpl) -> Callable[[], jax.Array]:

@@ -28,6 +28,7 @@ from care_jax.rewards.verifier import Verifier
 from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.policy import Policy, check_policy, decode_shardings, policy_of
 from models import backbone, lora
+from models.attention.packed import AttentionImpl
 from models.backbone import Params
 
 
@@ -72,6 +73,11 @@ class Run:
     def decode_batch_sharding(self) -> NamedSharding:
         """Sharding of prompts and their rollouts."""
         return sharding.batch_sharding(self.mesh, self.config.decode_sharding_rules)
+
+    def attention(self, *, is_decoding: bool = False, name: str = "") -> AttentionImpl:
+        """The implementation of `name`, by default of model.attention; not compared with XLA."""
+        rules = self.config.decode_sharding_rules if is_decoding else self.config.sharding_rules
+        return sharding.attention_impl(name or self.config.model.attention, rules, self.mesh)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that restores it."""

@@ -310,9 +310,7 @@ def forward_options(run: Run, attention: AttentionImpl | None = None) -> Forward
     By default `attention` is that of `model.attention`, not compared with XLA.
     """
     model = run.config.model
-    if attention is None:
-        rules = run.config.sharding_rules
-        attention = sharding.attention_impl(model.attention, rules, run.mesh)
+    attention = attention or run.attention()
     return ForwardOptions(jnp.dtype(model.compute_dtype), model.remat, attention)
 
 

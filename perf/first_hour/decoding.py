@@ -16,7 +16,6 @@ import jax
 from care_jax.aot import step_sizes, workload
 from care_jax.decoding.queue import DecodePrograms, DecodeQueue
 from care_jax.decoding.rollout_buffer import Request
-from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import prompt_sizes
 from care_jax.rl.rollout import compile_decoder, rollout_sizes
@@ -50,8 +49,7 @@ def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, An
 
 def attention_of(run: Run) -> AttentionImpl:
     """The implementation in decode steps."""
-    rules = run.config.decode_sharding_rules
-    return sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+    return run.attention(is_decoding=True)
 
 
 def programs_of(run: Run) -> DecodePrograms:

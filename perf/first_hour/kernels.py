@@ -65,10 +65,7 @@ def _packed(run: Run, heads, size: int, row_of: Callable) -> dict[str, Any]:
     Differences are max |a - b| / max |b|, of the output ("forward") and of the gradients of
     queries, keys and values ("backward").
     """
-    impl, xla = (
-        sharding.attention_impl(name, run.config.sharding_rules, run.mesh)
-        for name in ("kernel", "xla")
-    )
+    impl, xla = (run.attention(name=name) for name in ("kernel", "xla"))
     forward, backward = differences(run, impl, *row_of(min(DENSE_TOKENS, size)), heads)
     times = (seconds(run, each, *row_of(size), heads) for each in (impl, xla))
     names = "size", "forward", "backward", "seconds", "xla_seconds"
