@@ -103,7 +103,7 @@ def route(
 def _computed(
     tokens: tuple[Array, Array, Array], experts: Sequence[Array], first: int | Array
 ) -> Array:
-    """What experts first, first + 1, ... add to the output of these tokens, 0 for the others'.
+    """What experts first, first + 1, ... add to the tokens' output; 0 for tokens of other experts.
 
     Args:
         tokens: x [B, ..., D], and share and chosen [B, ..., K] of `route`.

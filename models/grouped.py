@@ -127,7 +127,7 @@ def _triton(
                 b = _load(kernels.at[group, inputs, columns], is_input, is_column)
             return total + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
-        num_steps = (start < stop).astype(jnp.int32) * pl.cdiv(C, _GPU_STEP)  # or not a tile
+        num_steps = (start < stop).astype(jnp.int32) * pl.cdiv(C, _GPU_STEP)  # 0 for padding tiles
         total = lax.fori_loop(0, num_steps, add, jnp.zeros((_GPU_TILE, _GPU_TILE), jnp.float32))
         is_there = is_row[:, None] & is_column[None]
         plgpu.store(out.at[rows, columns], total.astype(out.dtype), mask=is_there)
@@ -172,7 +172,7 @@ def _load(ref, is_row: Array, is_column: Array) -> Array:
 
 
 def _call(body, grid, shape, lists, arrays, interpret: bool) -> Array:
-    """Every program sees lists and arrays whole; masked places may lie behind their end."""
+    """Every program sees lists and arrays whole; padded, as masked indices may exceed them."""
 
     def whole(shape):
         padded = [size + _GPU_TILE for size in shape[-2:]]

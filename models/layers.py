@@ -20,7 +20,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,18 @@ Reduce = Callable[[KernelGradient, Axes], KernelGradient]
 OfExperts = Callable[[Any, Any, Any], Array]
 # (the same, logical axes of the kernels) -> (tokens, kernels) -> the output of all experts.
 OverExperts = Callable[[OfExperts, Sequence[Axes]], Callable[[Any, Any], Array]]
-_placed: contextvars.ContextVar[tuple[Shard, Reduce, OverExperts] | None] = contextvars.ContextVar(
-    "placed", default=None
+
+
+class _Placement(NamedTuple):
+    """What `activation_sharding` was given."""
+
+    shard: Shard
+    reduce: Reduce
+    over_experts: OverExperts
+
+
+_placement: contextvars.ContextVar[_Placement | None] = contextvars.ContextVar(
+    "placement", default=None
 )
 
 
@@ -66,23 +76,23 @@ def activation_sharding(
 
     `experts` distributes the experts of a sparse MLP.
     """
-    token = _placed.set((shard, reduce, experts))
+    token = _placement.set(_Placement(shard, reduce, experts))
     try:
         yield
     finally:
-        _placed.reset(token)
+        _placement.reset(token)
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
     """x, sharded by its logical axes inside `activation_sharding`; unchanged outside."""
-    placed = _placed.get()
-    return x if placed is None else placed[0](x, axes)
+    placement = _placement.get()
+    return x if placement is None else placement.shard(x, axes)
 
 
 def over_experts(of: OfExperts, axes: Sequence[Axes]) -> Callable[[Any, Any], Array]:
     """The output of all experts; inside `activation_sharding` each device computes its own."""
-    placed = _placed.get()
-    return (_on_one_device if placed is None else placed[2])(of, axes)
+    placement = _placement.get()
+    return (_on_one_device if placement is None else placement.over_experts)(of, axes)
 
 
 def normal(rngs: nnx.Rngs, shape: Shape, axes: Axes, dtype: Any, *, fan_in: int) -> nnx.Param:
@@ -232,8 +242,8 @@ def _product_bwd(num_inputs, axes, saved, g):
     # A TPU would compute a cheap producer of g or h again for every tile of each matmul.
     g = jax.lax.optimization_barrier(g)
     dx = jax.lax.dot_general(g, kernel.astype(g.dtype), (outputs, ((), ())))
-    placed = _placed.get()
-    if placed is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
+    placement = _placement.get()
+    if placement is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
         # XLA:CPU takes about half the time to contract one merged row axis: 58 instead of 110 ms.
         # It has no such fast matmul for bfloat16 accumulated in float32.
         num_rows, merged = 1, math.prod(x.shape[:num_rows])
@@ -246,8 +256,8 @@ def _product_bwd(num_inputs, axes, saved, g):
         dimension_numbers=(rows, ((), ())),
         preferred_element_type=jnp.float32,
     )
-    if placed is not None:
-        gradient = placed[1](gradient, axes)
+    if placement is not None:
+        gradient = placement.reduce(gradient, axes)
     return dx, gradient(x, g).astype(kernel.dtype)
 
 

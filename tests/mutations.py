@@ -174,7 +174,7 @@ MUTATIONS = (
     *_of(
         "care_jax/decoding/sampler.py",
         "care_jax/decoding/queue_test.py::test_tokens_do_not_depend_on_the_schedule",
-        ("slots.clock % slots.cache.values[0].shape[-2],", "slots.clock,",
+        ("slots.num_steps % slots.cache.values[0].shape[-2],", "slots.num_steps,",
          "writes to the KV cache do not wrap around"),
     ),
     *_of(

@@ -67,6 +67,7 @@ class Received:
         return self.once[_BETWEEN] + num_passes * self.each_pass[_BETWEEN]
 
     def total(self, num_passes: int) -> int:
+        """Bytes in this number of passes, of all collectives."""
         return sum(self.by_collective(num_passes).values())
 
 

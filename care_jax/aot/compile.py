@@ -115,6 +115,7 @@ class Fit:
 
     @property
     def is_fitting(self) -> bool:
+        """Whether every program fits in the memory of a chip."""
         return self.fullest.total <= self.chip.hbm and not any(p.is_refused for p in self.programs)
 
     def step_seconds(self, stage: str, is_expected: bool = False) -> float:
@@ -297,14 +298,14 @@ def _decode_programs(
         return _compile(program, jitted, arguments)[0]
 
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    draws = shapes.on_batch(rows_sharding, sizes.num_new, *key.shape)(key.dtype)
+    key_data = shapes.on_batch(rows_sharding, sizes.num_new, *key.shape)(key.dtype)
     budget = shapes.on_batch(rows_sharding, sizes.num_new, sizes.num_rollouts)(jnp.int32)
     chosen = shapes.on_batch(rows_sharding, sizes.num_slots)(jnp.int32)
     return [
         compiled(
             " prefill",
             programs.admit,
-            (params, slots, prompts, draws, per_prompt(jnp.int32), budget, chosen),
+            (params, slots, prompts, key_data, per_prompt(jnp.int32), budget, chosen),
             lambda bucket: workload.prefill(run, sizes, bucket),
             lambda schedule: schedule.prefills,
         ),

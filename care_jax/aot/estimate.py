@@ -83,6 +83,7 @@ class Estimate:
 
     @property
     def total(self) -> float:
+        """Seconds of a step."""
         return sum(sum(part.values()) for part in self.seconds.values())
 
 

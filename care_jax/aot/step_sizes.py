@@ -110,18 +110,24 @@ def _steady(run: Run, mean_response: float) -> tuple[Schedule, int]:
     simulation = Simulation(sizes, _buckets(run), rl.max_age)
     scheduler, found = simulation.scheduler, []
     for step in range(_NUM_STEPS):
-        indices = np.arange(rl.prompts_per_step)
+        numbers = np.arange(rl.prompts_per_step)
         if step == 0:
-            indices = np.concatenate([indices, first_indices(run)])
+            numbers = np.concatenate([numbers, first_indices(run)])
         else:
             scheduler.grow_older()
-        indices += scheduler.next_number
-        draws = len(indices), sizes.num_rollouts, mean_response, rl.max_response_tokens
-        prompts, responses = draw(run, *draws, seed=_SEED + step)
-        waiting = _waiting(prompts, indices)
-        lengths_of = dict(zip(indices.tolist(), responses, strict=True))
+        numbers += scheduler.next_number
+        prompts, responses = draw(
+            run,
+            len(numbers),
+            sizes.num_rollouts,
+            mean_response,
+            rl.max_response_tokens,
+            seed=_SEED + step,
+        )
+        waiting = _waiting(prompts, numbers)
+        lengths_of = dict(zip(numbers.tolist(), responses, strict=True))
         schedule = simulation.step(waiting, lengths_of, rl.prompts_per_step)
-        found.append((schedule, len(scheduler.indices)))
+        found.append((schedule, len(scheduler.numbers)))
     schedules, num_left = zip(*found[-_NUM_STEADY:], strict=True)
     mean = np.mean([schedule.num_steps for schedule in schedules])
     return min(schedules, key=lambda each: abs(each.num_steps - mean)), max(num_left)
@@ -137,9 +143,9 @@ def _buckets(run: Run) -> list[tuple[int, int]]:
 
 
 def _waiting(
-    prompts: Int[np.ndarray, "N 2"], indices: Int[np.ndarray, " N"]
+    prompts: Int[np.ndarray, "N 2"], numbers: Int[np.ndarray, " N"]
 ) -> list[WaitingPrompt]:
-    rows = np.column_stack([prompts[:, 0], indices, prompts[:, 1]])
+    rows = np.column_stack([prompts[:, 0], numbers, prompts[:, 1]])
     return [WaitingPrompt(*row) for row in rows.tolist()]
 
 
@@ -147,7 +153,7 @@ def largest_evaluation(run: Run) -> Schedule:
     """The decode of one evaluation batch, with prompts and responses of maximum length."""
     sizes = answering_sizes(run)
     num_tokens, num_patches = shapes.largest_bucket(run)
-    waiting = [WaitingPrompt(num_tokens, index, num_patches) for index in range(sizes.num_slots)]
+    waiting = [WaitingPrompt(num_tokens, number, num_patches) for number in range(sizes.num_slots)]
     lengths_of = dict.fromkeys(
         range(sizes.num_slots), np.full(sizes.num_rollouts, sizes.max_tokens)
     )

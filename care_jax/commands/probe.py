@@ -43,6 +43,7 @@ from care_jax.decoding.rollout_buffer import NO_CONTEXT
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.standard_streams import outlive_readers
+from care_jax.method import spans
 from care_jax.report.metrics import wilson_interval
 from care_jax.rl.rollout import compile_decoder, compile_rollout, contexts_of, rollout_sizes, verify
 from care_jax.run.attention_check import decoding_attention
@@ -158,7 +159,7 @@ def probe(
         values["forced_right"] = np.where(has_right, values["forced_right"], np.nan)
     has_rationale = np.array([bool(example.rationale) for example in asked])
     if has_rationale.any():
-        rationale_of = functools.partial(reflection.rationale_of, think_tag=run.policy.think_tag)
+        rationale_of = functools.partial(spans.rationale_of, think_tag=run.policy.think_tag)
         is_wrong = [
             is_other(rationale_of(text), rationale_of(example.rationale))
             for text, example in zip(failures, asked, strict=True)
@@ -197,7 +198,7 @@ def _right_context(run: Run, example: Example) -> Int[np.ndarray, " c"]:
         return NO_CONTEXT
     encode = functools.partial(run.policy.tokenizer.encode, add_special_tokens=False)
     tag = run.policy.think_tag
-    context = f"<{tag}>{reflection.rationale_of(example.rationale, tag)}</{tag}"
+    context = f"<{tag}>{spans.rationale_of(example.rationale, tag)}</{tag}"
     whole = f"{context}><answer>{example.answer}</answer>"
     has_room = len(encode(whole)) < run.config.rl.max_response_tokens  # with the end of the turn
     return np.array(encode(context), np.int32) if has_room else NO_CONTEXT

@@ -32,10 +32,10 @@ from care_jax.config import command_line
 from care_jax.data.drawn.splits_and_repairs import spaced
 from care_jax.data.readers import shards
 from care_jax.data.rows import SPECIAL_TOKEN
-from care_jax.decoding import reflection
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.standard_streams import outlive_readers
+from care_jax.method import spans
 from care_jax.rl.rollout import compile_rollout, rollout_sizes
 from care_jax.run import lock
 from care_jax.run.attention_check import decoding_attention
@@ -74,7 +74,7 @@ def _own_ending(example: Example, tag: str) -> str | None:
     """The data's rationale, the closing tag and the answer; None if either is not a text."""
     if not example.rationale or not isinstance(example.answer, str):
         return None
-    rationale = reflection.rationale_of(example.rationale, tag)
+    rationale = spans.rationale_of(example.rationale, tag)
     return f"{rationale}</{tag}><answer>{example.answer}</answer>"
 
 
@@ -87,7 +87,7 @@ def _ending_of(response: str, tag: str) -> str | None:
 def _context(run: Run, response: str) -> str:
     """The opening tag, the rationale of a response, truncated as in RL, and the cue."""
     care, policy = run.config.care, run.policy
-    text = f"<{policy.think_tag}>{reflection.rationale_of(response, policy.think_tag)}"
+    text = f"<{policy.think_tag}>{spans.rationale_of(response, policy.think_tag)}"
     tokens = policy.tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) > care.max_context:
         # The cut may split a character of several tokens.

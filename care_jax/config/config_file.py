@@ -27,7 +27,7 @@ _NUMBERS = ("Infinity", "-Infinity", "NaN")  # strings in config.json, see `run.
 
 
 class Refused(Exception):
-    """A file or key cannot be used; no ValueError, which absl would put behind the flag."""
+    """A file or key cannot be used; not a ValueError, which absl prefixes with the flag."""
 
 
 class Parser(flags.ArgumentParser):
@@ -68,7 +68,7 @@ def load(path: str) -> ConfigDict:
     except Refused:
         raise
     except Exception as error:
-        raise Refused(_told(error, file)) from error
+        raise Refused(_message(error, file)) from error
     if not isinstance(config, ConfigDict):
         raise Refused(
             f"{file}: get_config() must return a ConfigDict, got {type(config).__name__}; return "
@@ -116,7 +116,7 @@ def _imported(file: str) -> ModuleType:
     return module
 
 
-def _told(error: Exception, file: str) -> str:
+def _message(error: Exception, file: str) -> str:
     """The error with its line in the file; without its type where it is the file's own words."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _LEAST = 0.65  # likeness of a name to one that is proposed
 _BEHIND = 0.3  # keys whose score is lower than the best by more are not proposed
@@ -27,7 +27,7 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     return [known for known in found if scores[known] >= best - _BEHIND][:_MOST]
 
 
-def did_you_mean(names: Iterable[str]) -> str:
+def did_you_mean(names: Sequence[str]) -> str:
     """The question after a misspelt name, with a leading space; "" if there are no names."""
     return f" Did you mean {' or '.join(names)}?" if names else ""
 

@@ -17,7 +17,7 @@ import string
 import unicodedata
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -102,18 +102,10 @@ def _without(source: Sequence[Example], problem: Callable[[Example], str]) -> Ro
 def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counter[str]]:
     """The usable examples of the source `name`, and the number of rows left out by reason.
 
-    Decodes every image once, without keeping it, and logs a warning per reason. ValueError: no row
-    can be used.
+    Logs a warning per reason. ValueError: no row can be used.
     """
-    examples, left_out = [], LeftOut()
-    for row in range(len(source)):
-        try:
-            example = source[row]
-            for image in example.images:
-                open_image(image, at_least=1)
-            examples.append(example)
-        except Unusable as error:
-            left_out.add(error, row)
+    left_out = LeftOut()
+    examples = [*_usable(source, range(len(source)), left_out)]
     for reason, count in left_out.counts.most_common():
         first = left_out.first[reason]
         logging.warning("%s: left out %d rows: %s (first is %s)", name, count, reason, first)
@@ -128,16 +120,23 @@ def first_usable(source: Sequence[Example]) -> Example:
     ValueError: none of the first 64 rows is usable; lists the reasons by frequency.
     """
     left_out = LeftOut()
-    for row in range(min(len(source), _MAX_TRIES)):
+    for example in _usable(source, range(min(len(source), _MAX_TRIES)), left_out):
+        return example
+    num_rows = left_out.counts.total()
+    raise ValueError(f"none of the first {num_rows} rows can be used: {left_out}")
+
+
+def _usable(source: Sequence[Example], rows: Iterable[int], left_out: LeftOut) -> Iterator[Example]:
+    """The usable ones of these rows, whose images are decoded once, without keeping them."""
+    for row in rows:
         try:
             example = source[row]
             for image in example.images:
                 open_image(image, at_least=1)
-            return example
         except Unusable as error:
             left_out.add(error, row)
-    num_rows = left_out.counts.total()
-    raise ValueError(f"none of the first {num_rows} rows can be used: {left_out}")
+        else:
+            yield example
 
 
 class LeftOut:

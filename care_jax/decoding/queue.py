@@ -55,7 +55,7 @@ class DecodePrograms:
 
     options: DecodeOptions  # what they are compiled for
     empty: Callable[..., Slots]  # (sizes, P)
-    # (params, slots, prompts, draws [N], indices [N], budget [N, G], chosen [B]), prefill included
+    # (params, slots, prompts, key_data [N], indices [N], budget [N, G], chosen [B]), with prefill
     admit: Callable[..., tuple[Slots, SampledTokens]]
     share: Callable[..., Slots]  # (slots, source [B], begin [B], end [B])
     # (params, slots, refill) -> slots, sampled tokens, progress
@@ -83,8 +83,8 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
         slots = empty_slots(options.config, sizes, num_prompt_tokens, options.dtype, attention)
         return laid_out(slots)
 
-    def admit(params, slots, prompts, draws, indices, budget, chosen):
-        admitted = prompts, draws, indices, budget, chosen
+    def admit(params, slots, prompts, key_data, indices, budget, chosen):
+        admitted = prompts, key_data, indices, budget, chosen
         slots, first = sampler.admit(params, slots, *admitted, options)
         return laid_out(slots), by_slot(first)
 
@@ -159,33 +159,34 @@ class DecodeQueue:
                 others are then in `self.in_flight`.
 
         Yields:
-            indices of n requests, and their rollouts [n, G, ...] in numpy.
+            places of n requests among those of the call, the ones in flight first, and their
+            rollouts [n, G, ...] in numpy.
 
         Raises:
             distributed.Preempted: the run was preempted.
         """
-        options, draw = self.programs.options, np.asarray(jax.random.key_data(rng))
         scheduler, slots = Scheduler(self.sizes, self._max_age), None
-        self.in_flight, draws = None, np.tile(draw, (len(requests), 1))
+        self.in_flight = None
+        key_data = np.tile(np.asarray(jax.random.key_data(rng)), (len(requests), 1))
         if in_flight is not None:
             scheduler = copy.deepcopy(in_flight.scheduler)
-            draws = np.concatenate([in_flight.draws, draws])
+            key_data = np.concatenate([in_flight.key_data, key_data])
         waiting, numbers = _gather_waiting(requests, scheduler)
         scheduler.begin(waiting, num_wanted)
         if in_flight is not None:
             requests = [*in_flight.requests, *requests]
             numbers = np.concatenate([in_flight.numbers, numbers])
             slots = self._restored(in_flight.slots, scheduler)
-        buffer = RolloutBuffer(requests, numbers, self.sizes, options, in_flight)
-        before = num_steps = 0 if slots is None else int(slots.clock.addressable_data(0))
+        buffer = RolloutBuffer(requests, numbers, self.sizes, self.programs.options, in_flight)
+        before = num_steps = 0 if slots is None else int(slots.num_steps.addressable_data(0))
         finished = buffer.collect([], scheduler, slots)
         while not scheduler.is_over:
             if distributed.is_preempted():
                 raise distributed.Preempted
             while (admission := scheduler.admit()) is not None:
-                slots, first = self._admit(params, requests, numbers, draws, *admission, slots)
+                slots, first = self._admit(params, buffer, key_data, *admission, slots)
                 self.clock.watch(first)
-                buffer.enqueue(first, scheduler.indices)
+                buffer.enqueue(first, scheduler.numbers)
             if (shares := scheduler.share()) is not None:
                 slots = self.programs.share(slots, *map(self._put, shares))
             assert slots is not None  # the first prompts are admitted
@@ -193,7 +194,7 @@ class DecodeQueue:
                 slots = self._keep(slots, kept)
             slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
-            buffer.enqueue(sampled, scheduler.indices)
+            buffer.enqueue(sampled, scheduler.numbers)
             self.meanwhile()
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
@@ -203,7 +204,7 @@ class DecodeQueue:
             finished = buffer.collect(released, scheduler, slots)
         self.num_steps += int(num_steps) - before
         if scheduler.has_prompts:
-            self.in_flight = self._left_over(buffer, draws, scheduler, slots)
+            self.in_flight = self._left_over(buffer, key_data, scheduler, slots)
         del slots
         if finished is not None:
             yield finished
@@ -211,7 +212,7 @@ class DecodeQueue:
     def _left_over(
         self,
         buffer: RolloutBuffer,
-        draws: UInt32[np.ndarray, "n 2"],
+        key_data: UInt32[np.ndarray, "n 2"],
         scheduler: Scheduler,
         slots: Slots | None,
     ) -> InFlight:
@@ -222,7 +223,7 @@ class DecodeQueue:
         left, rollouts = buffer.left()
         requests, numbers = [buffer.requests[i] for i in left], buffer.numbers[left]
         left = np.array(left, int)
-        return InFlight(requests, left, numbers, draws[left], rollouts, scheduler, slots)
+        return InFlight(requests, left, numbers, key_data[left], rollouts, scheduler, slots)
 
     def put_aside(self, slots: Slots | None) -> Slots | None:
         """The slots where they are kept between steps, see `is_offloaded`."""
@@ -248,7 +249,7 @@ class DecodeQueue:
         )
         if kept is None:
             return placed
-        placed = dataclasses.replace(placed, clock=jnp.copy(placed.clock))  # `_keep` does not
+        placed = dataclasses.replace(placed, num_steps=jnp.copy(placed.num_steps))  # not by `_keep`
         return self.programs.idle(self._keep(placed, np.maximum(kept, 0)), self._put(kept < 0))
 
     def _put(self, array: Shaped[np.ndarray, " B"]) -> jax.Array:
@@ -260,20 +261,18 @@ class DecodeQueue:
     def _admit(
         self,
         params: backbone.Params,
-        requests: Sequence[Request],
-        numbers: Int[np.ndarray, " n"],
-        draws: UInt32[np.ndarray, "n 2"],
+        buffer: RolloutBuffer,
+        key_data: UInt32[np.ndarray, "n 2"],
         waiting: Sequence[WaitingPrompt | None],
         chosen: Int[np.ndarray, " B"],
         slots: Slots | None,
     ) -> tuple[Slots, SampledTokens]:
         """Prefills the admitted prompts and assigns their slots."""
         sizes, batch_sharding = self.sizes, self.programs.options.batch_sharding
-        place_of = dict(zip(numbers.tolist(), range(len(numbers)), strict=True))
         padding = Request(0, self.prompts.empty_prompt)
         local = [waiting[row] for row in sharding.local_rows(sizes.num_new, batch_sharding)]
-        places = [-1 if prompt is None else place_of[prompt.index] for prompt in local]
-        admitted = [padding if place < 0 else requests[place] for place in places]
+        places = buffer.places(-1 if prompt is None else prompt.number for prompt in local)
+        admitted = [padding if place < 0 else buffer.requests[place] for place in places]
         tokenized, contexts = [r.prompt for r in admitted], [r.context for r in admitted]
         prompts = self.prompts.batch(
             tokenized,
@@ -292,8 +291,8 @@ class DecodeQueue:
         elif num_tokens > before:
             slots = self._widen(slots, num_tokens)
         indices = np.array([request.index for request in admitted], np.int32)
-        drawn = np.pad(draws, ((0, 1), (0, 0)))[places]  # place -1, padding, has the added row
-        arrays = sharding.put_batch((prompts, drawn, indices, budget), batch_sharding)
+        own_keys = np.pad(key_data, ((0, 1), (0, 0)))[places]  # padding, place -1: the added row
+        arrays = sharding.put_batch((prompts, own_keys, indices, budget), batch_sharding)
         return self.programs.admit(params, slots, *arrays, self._put(chosen))
 
     def _widen(self, slots: Slots, num_tokens: int) -> Slots:
@@ -306,12 +305,12 @@ class DecodeQueue:
 
     def _keep(self, slots: Slots, kept: Int[np.ndarray, " kept"]) -> Slots:
         """Keeps some of the slots, or repeats some; see `Scheduler.halve` and `Scheduler.widen`."""
-        clock, arrays = slots.clock, dataclasses.replace(slots, clock=None)
+        num_steps, arrays = slots.num_steps, dataclasses.replace(slots, num_steps=None)
         leaves, structure = jax.tree.flatten(arrays)
         del slots, arrays
         placed = self._put(kept)
         _change(leaves, lambda x: self.programs.keep(x, placed))
-        return dataclasses.replace(jax.tree.unflatten(structure, leaves), clock=clock)
+        return dataclasses.replace(jax.tree.unflatten(structure, leaves), num_steps=num_steps)
 
 
 def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> None:

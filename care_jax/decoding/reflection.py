@@ -16,7 +16,6 @@ with shuffled words, and a fresh rollout without either (Random-Resample).
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -53,17 +52,6 @@ def cue_text(cue: str, mode: str, *, seed: int) -> str:
         before, behind = cue[: cue.index(words[0])], cue[len(cue.rstrip()) :]
         return before + " ".join(order) + behind
     raise ValueError(f"care.reflect_mode must be one of {', '.join(MODES)}, got {mode!r}")
-
-
-def rationale_of(response: str, think_tag: str) -> str:
-    """The text of a response's rationale, whether or not it is closed.
-
-    From the first opening think tag, or the start of a response without one, to the next tag of the
-    format, opening or closing.
-    """
-    opening, tag = f"<{think_tag}>", re.escape(think_tag)
-    _, found, behind = response.partition(opening)
-    return re.split(rf"</?(?:{tag}|answer)>", behind if found else response, maxsplit=1)[0]
 
 
 def context_tokens(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Int, UInt32
@@ -42,7 +42,7 @@ class InFlight:
     requests: Sequence[Request]  # of this process, in order
     places: Int[np.ndarray, " n"]  # of these among all requests of the call
     numbers: Int[np.ndarray, " n"]  # of these requests, see `DecodeQueue`
-    draws: UInt32[np.ndarray, "n 2"]  # data of the key of each request's draw
+    key_data: UInt32[np.ndarray, "n 2"]  # of the random key of each request's step
     rollouts: Rollouts  # of these requests so far, as numpy; embeddings are sums
     scheduler: Scheduler
     slots: Slots | None  # on the devices, or offloaded to host memory
@@ -98,14 +98,14 @@ class RolloutBuffer:
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
         self._num_collected = 0
 
-    def _places(self, indices: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Index of each slot's request; -1 if the slot is free or of another process."""
-        return np.array([self._place_of.get(index, -1) for index in indices.tolist()])
+    def places(self, numbers: Iterable[int]) -> Int[np.ndarray, " n"]:
+        """The place among the requests of each prompt; -1 if it is none of them."""
+        return np.array([self._place_of.get(number, -1) for number in numbers], int)
 
-    def enqueue(self, sampled: SampledTokens, indices: Int[np.ndarray, " B"]) -> None:
-        """Queues the tokens of a program that may still run; `indices` as `Scheduler.indices`."""
-        rows = sharding.local_rows(len(indices), self._sharding)
-        self._queued.append((sampled, self._places(indices)[rows]))
+    def enqueue(self, sampled: SampledTokens, numbers: Int[np.ndarray, " B"]) -> None:
+        """Queues the tokens of a program that may still run; `numbers` as `Scheduler.numbers`."""
+        rows = sharding.local_rows(len(numbers), self._sharding)
+        self._queued.append((sampled, self.places(numbers.tolist())[rows]))
 
     def store(self) -> None:
         """Waits for the queued tokens and stores them."""
@@ -127,7 +127,7 @@ class RolloutBuffer:
     def collect(
         self, released: Sequence[tuple[int, int]], scheduler: Scheduler, slots: Slots | None
     ) -> tuple[list[int], Rollouts] | None:
-        """The requests that have just been chosen for this step, with their rollouts, if any.
+        """Places of the requests that were just chosen for this step, and their rollouts, if any.
 
         Args:
             released: (number of the prompt, slot) of the slots that have just become free.
@@ -136,7 +136,7 @@ class RolloutBuffer:
         own = [(self._place_of[n], slot) for n, slot in released if n in self._place_of]
         if own:
             assert slots is not None  # they were released
-            rows = sharding.local_rows(len(scheduler.indices), self._sharding)
+            rows = sharding.local_rows(len(scheduler.numbers), self._sharding)
             rationale = distributed.fetch(slots.rationale)
             for place, slot in own:  # a prompt's rollouts may be spread over several slots
                 self._rationale[place] += rationale[np.searchsorted(rows, slot)]

@@ -118,7 +118,7 @@ def admit(
     params: backbone.Params,
     slots: Slots,
     prompts: Prompts,
-    draws: UInt32[Array, "N K"],
+    key_data: UInt32[Array, "N K"],
     indices: Int[Array, " N"],
     budget: Int[Array, "N G"],
     chosen: Int[Array, " B"],
@@ -129,7 +129,7 @@ def admit(
     Args:
         params: in the decode layout.
         prompts: N prompts, some of which may be padding; P is at most the slots'.
-        draws: data of the key of each prompt's draw, into which its index is folded.
+        key_data: of the random key of each prompt's step, into which its index is folded.
         budget: maximum number of tokens that each rollout samples, at least 1.
         chosen: for each slot, index of its new prompt among the N / num_shards of its shard; -1 for
             none.
@@ -143,7 +143,7 @@ def admit(
     )
     logits = constrain(backbone.policy_logits(params, hidden, config), "batch", "vocab")[:, None]
     logits = jnp.broadcast_to(logits, (*budget.shape, logits.shape[-1]))
-    rngs = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(draws), indices)
+    rngs = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(key_data), indices)
     rngs = jax.random.key_data(rngs)
     rollout = jnp.broadcast_to(jnp.arange(budget.shape[1]), budget.shape)
     first = _sample(logits, rngs, rollout, jnp.zeros_like(rollout), options)
@@ -196,7 +196,7 @@ def advance(
             params,
             backbone.embed(params, slots.token[..., None], dtype=options.dtype),
             backbone.text_rotary(positions[..., None], config),
-            slots.clock % slots.cache.values[0].shape[-2],
+            slots.num_steps % slots.cache.values[0].shape[-2],
             slots.prefix.cache,
             on_prefix,
             slots.cache,
@@ -245,7 +245,7 @@ def advance(
             tag_state=jnp.where(is_last, 0, closing_tag[slots.tag_state, slots.token]),
             running=jnp.where(is_last[..., None], 0.0, running),
             cache=cache,
-            clock=slots.clock + 1,
+            num_steps=slots.num_steps + 1,
         )
         unstarted = jnp.maximum(slots.end_rollout - slots.next_rollout, 0)
         # Replicated at once, so that the shards exchange no more than this.
@@ -275,7 +275,7 @@ def advance(
     )
     start = jnp.int32(0), jnp.bool(False), (refill.lost, jnp.int32(0)), slots, log
     _, _, (lost, _), slots, log = jax.lax.while_loop(should_continue, step, start)
-    return slots, log, (is_free(slots), slots.next_rollout, lost, slots.clock)
+    return slots, log, (is_free(slots), slots.next_rollout, lost, slots.num_steps)
 
 
 def visible(slots: Slots) -> tuple[Bool[Array, "B P"], Bool[Array, "B R S"]]:
@@ -285,7 +285,7 @@ def visible(slots: Slots) -> tuple[Bool[Array, "B P"], Bool[Array, "B R S"]]:
     """
     size = slots.cache.values[0].shape[-2]
     is_active = slots.rollout < slots.prefix.first.shape[1]
-    age = (slots.clock - jnp.arange(size)) % size
+    age = (slots.num_steps - jnp.arange(size)) % size
     on_suffix = is_active[..., None] & (age <= slots.num_read[..., None])
     return slots.prefix.is_valid & is_active.any(1, keepdims=True), on_suffix
 

@@ -48,17 +48,19 @@ class Sizes:
         """N, the prompts of a prefill; equally many on every shard."""
         return self.num_shards * max(self.num_slots // self.num_shards // _NUM_PREFILLS, 1)
 
-    def shard_of(self, index: Any) -> Any:
-        """The shard that decodes the prompt with this index in the step, or those of several."""
-        return index % self.period // (self.period // self.num_shards)
+    def shard_of(self, number: Any) -> Any:
+        """The shard that decodes the prompt with this number, or the shards of several."""
+        return number % self.period // (self.period // self.num_shards)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class WaitingPrompt:
-    """A waiting prompt: tokens, index in the step, image patches."""
+    """A waiting prompt: tokens, number, image patches."""
 
     num_tokens: int
-    index: int  # differs from those of all other prompts, of earlier steps too
+    # Its index in the step plus a multiple of the period; differs from those of all other prompts,
+    # of earlier steps too.
+    number: int
     num_patches: int
 
 
@@ -81,8 +83,9 @@ def widened(num_tokens: int, needed: int, largest: int) -> int:
 class Refill(NamedTuple):
     """When a call of `sampler.advance` should end, so that the host refills free slots.
 
-    It ends once the slots left idle have cost as much as refilling them does, so at most twice the
-    least is lost, whatever the lengths. Costs are in slot-steps; a step of all B slots costs B:
+    It ends once the slots left idle have cost as much as refilling them does, so the loss is at
+    most twice the optimum, whatever the lengths. Costs are in slot-steps; a step of all B slots
+    costs B:
 
         prompts     N P / R for the tokens of a prefill, as a slot-step computes R tokens, and B
         rollouts    B: copying the caches of the prompts, and the round trip, take about a step
@@ -139,7 +142,7 @@ class Refill(NamedTuple):
 class Scheduler:
     """The waiting prompts and those in slots, of all processes; identical on each process.
 
-    `chosen` are the indices of the prompts that are whole and count for this step, in the order in
+    `chosen` are the numbers of the prompts that are whole and count for this step, in the order in
     which they became whole; `spare` of those that are whole and count for the next step. A prompt
     that was carried over `max_age` times must be whole for a step to end.
     """
@@ -148,7 +151,7 @@ class Scheduler:
         self._sizes, self._max_age = sizes, max_age
         self._waiting: list[deque[WaitingPrompt]] = [deque() for _ in range(sizes.num_shards)]
         shape = sizes.num_shards, sizes.num_slots // sizes.num_shards
-        self._indices = np.full(shape, -1)  # of the prompt in each slot
+        self._numbers = np.full(shape, -1)  # of the prompt in each slot, -1 if it is free
         self._next = np.zeros(shape, int)  # the next rollout that the slot starts
         self._end = np.zeros(shape, int)  # end (exclusive) of the slot's range of rollouts
         self._lost = 0  # as in `Refill`
@@ -156,11 +159,11 @@ class Scheduler:
         self._num_wanted: int | None = None
         self.chosen: list[int] = []
         self.spare: list[int] = []
-        self.next_number = 0  # larger than all indices, and a multiple of the period
+        self.next_number = 0  # larger than those of all prompts, and a multiple of the period
 
     def grow_older(self) -> None:
         """Counts a step for the prompts that are not whole."""
-        self._age = {index: age + 1 for index, age in self._age.items()}
+        self._age = {number: age + 1 for number, age in self._age.items()}
 
     def begin(self, prompts: Sequence[WaitingPrompt], num_wanted: int | None = None) -> None:
         """Begins a step with further prompts, which wait behind those of earlier steps.
@@ -168,18 +171,18 @@ class Scheduler:
         It ends once `num_wanted` prompts are whole, by default all.
         """
         spare, self.spare, self.chosen, self._num_wanted = self.spare, [], [], num_wanted
-        self._age |= {prompt.index: 0 for prompt in prompts}
-        period, last = self._sizes.period, max((p.index for p in prompts), default=-1)
+        self._age |= {prompt.number: 0 for prompt in prompts}
+        period, last = self._sizes.period, max((p.number for p in prompts), default=-1)
         self.next_number = max(self.next_number, -(-(last + 1) // period) * period)
         for prompt in sorted(prompts):
-            self._waiting[self._sizes.shard_of(prompt.index)].append(prompt)
-        for index in spare:
-            self._choose(index)
+            self._waiting[self._sizes.shard_of(prompt.number)].append(prompt)
+        for number in spare:
+            self._choose(number)
 
     def saved(self) -> dict[str, Any]:
         """The state between two steps, in JSON types; `restore` takes it."""
         return {
-            "indices": self._indices.tolist(),
+            "indices": self._numbers.tolist(),
             "next": self._next.tolist(),
             "end": self._end.tolist(),
             "lost": self._lost,
@@ -191,8 +194,8 @@ class Scheduler:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes over the state of another scheduler of these sizes."""
-        names = "indices", "next", "end"
-        self._indices, self._next, self._end = (np.array(saved[name]) for name in names)
+        names = "indices", "next", "end"  # numbers of the prompts under "indices"
+        self._numbers, self._next, self._end = (np.array(saved[name]) for name in names)
         self._lost, self.next_number = saved["lost"], saved["next_number"]
         self._age, self.spare = dict(map(tuple, saved["age"])), list(saved["spare"])
         self._waiting = [deque(WaitingPrompt(*p) for p in queue) for queue in saved["waiting"]]
@@ -219,15 +222,15 @@ class Scheduler:
             return 0
         return sum(age >= self._max_age for age in self._age.values())
 
-    def _choose(self, index: int) -> None:
+    def _choose(self, number: int) -> None:
         """Counts a prompt that is whole, for this step if it has room for it."""
         room = math.inf if self._num_wanted is None else self._num_wanted - self._num_overdue
-        (self.chosen if len(self.chosen) < room else self.spare).append(index)
+        (self.chosen if len(self.chosen) < room else self.spare).append(number)
 
     @property
-    def indices(self) -> Int[np.ndarray, " B"]:
-        """Index in the step of the prompt in each slot, -1 in free slots."""
-        return self._indices.ravel()
+    def numbers(self) -> Int[np.ndarray, " B"]:
+        """Number of the prompt in each slot, -1 in free slots."""
+        return self._numbers.ravel()
 
     @property
     def ends(self) -> Int[np.ndarray, " B"]:
@@ -238,14 +241,14 @@ class Scheduler:
     def refill(self) -> Refill:
         """When the next call of `sampler.advance` should return."""
         can_halve = self._can_halve and not any(self._waiting)
-        num_free = self._indices.size
+        num_free = self._numbers.size
         if self._num_wanted is not None:
-            num_free = min((self._indices < 0).sum() + self._num_missing, num_free)
+            num_free = min((self._numbers < 0).sum() + self._num_missing, num_free)
         return Refill(
             np.array([len(queue) for queue in self._waiting], np.int32),
             np.int32(self._num_new_of_shard),
             np.int32(self._prefill_cost),
-            np.int32(self._indices.shape[1] // 2 if can_halve else -1),
+            np.int32(self._numbers.shape[1] // 2 if can_halve else -1),
             np.int32(num_free),
             np.int32(self._lost),
         )
@@ -259,19 +262,19 @@ class Scheduler:
         """
         waiting = np.array([len(queue) for queue in self._waiting])
         most = np.minimum(waiting, self._num_new_of_shard)
-        num_admitted = np.minimum(most, (self._indices < 0).sum(1))
+        num_admitted = np.minimum(most, (self._numbers < 0).sum(1))
         is_worth = (num_admitted == most).all() or self._lost >= self._prefill_cost
-        if not num_admitted.any() or not (is_worth or (self._indices < 0).all()):
+        if not num_admitted.any() or not (is_worth or (self._numbers < 0).all()):
             return None
         self._lost = 0
         prompts: list[WaitingPrompt | None] = []
-        chosen = np.full(self._indices.shape, -1, np.int32)
+        chosen = np.full(self._numbers.shape, -1, np.int32)
         for shard, count in enumerate(num_admitted.tolist()):
-            free = np.flatnonzero(self._indices[shard] < 0)[:count]
+            free = np.flatnonzero(self._numbers[shard] < 0)[:count]
             chosen[shard, free] = np.arange(count)
             taken = [self._waiting[shard].popleft() for _ in free]
             for slot, prompt in zip(free.tolist(), taken, strict=True):
-                self._assign(shard, slot, prompt.index, 0, self._sizes.num_rollouts)
+                self._assign(shard, slot, prompt.number, 0, self._sizes.num_rollouts)
             prompts += taken + [None] * (self._num_new_of_shard - count)
         return prompts, chosen.ravel()
 
@@ -283,11 +286,11 @@ class Scheduler:
             begin: for each such slot, the first rollout that it takes over.
             end: for every slot, the end (exclusive) of its range of rollouts.
         """
-        source, begin = np.full((2, *self._indices.shape), -1, np.int32)
+        source, begin = np.full((2, *self._numbers.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
                 continue
-            for slot in np.flatnonzero(self._indices[shard] < 0).tolist():
+            for slot in np.flatnonzero(self._numbers[shard] < 0).tolist():
                 left = self._end[shard] - self._next[shard]
                 donor = int(left.argmax())
                 if left[donor] < 1:
@@ -297,15 +300,15 @@ class Scheduler:
                 source[shard, slot] = source[shard, donor] if source[shard, donor] >= 0 else donor
                 begin[shard, slot] = end - (left[donor] + 1) // 2
                 self._end[shard, donor] = begin[shard, slot]
-                self._assign(shard, slot, self._indices[shard, donor], begin[shard, slot], end)
+                self._assign(shard, slot, self._numbers[shard, donor], begin[shard, slot], end)
         if (source < 0).all():
             return None
         return np.stack([source.ravel(), begin.ravel(), self.ends]).astype(np.int32)
 
     def halve(self) -> Int[np.ndarray, " half"] | None:
         """Halves the number of slots; returns the index in its shard of each kept slot, or None."""
-        is_free = self._indices < 0
-        half = self._indices.shape[1] // 2
+        is_free = self._numbers < 0
+        half = self._numbers.shape[1] // 2
         if not self._can_halve or any(self._waiting) or ((~is_free).sum(1) > half).any():
             return None
         return self._keep(half)
@@ -315,7 +318,7 @@ class Scheduler:
 
         Each shard keeps as many, in whole eighths, so that few sizes are compiled.
         """
-        num_slots, most = self._indices.shape[1], int((self._indices >= 0).sum(1).max())
+        num_slots, most = self._numbers.shape[1], int((self._numbers >= 0).sum(1).max())
         unit = -(-self._sizes.num_slots // self._sizes.num_shards // _NUM_COMPACTED)
         count = max(-(-most // unit), 1) * unit
         return None if count >= num_slots else self._keep(count)
@@ -325,21 +328,21 @@ class Scheduler:
 
         The index of a new slot is -1.
         """
-        num_shards, before = self._indices.shape
+        num_shards, before = self._numbers.shape
         missing = self._sizes.num_slots // num_shards - before
         if missing <= 0:
             return None
         kept = np.tile(np.arange(before), (num_shards, 1))
-        kept, self._indices = (
-            np.pad(x, ((0, 0), (0, missing)), constant_values=-1) for x in (kept, self._indices)
+        kept, self._numbers = (
+            np.pad(x, ((0, 0), (0, missing)), constant_values=-1) for x in (kept, self._numbers)
         )
         self._next, self._end = (np.pad(x, ((0, 0), (0, missing))) for x in (self._next, self._end))
         return kept.ravel().astype(np.int32)
 
     def _keep(self, count: int) -> Int[np.ndarray, " kept"]:
-        kept = np.argsort(self._indices < 0, axis=1, kind="stable")[:, :count]
-        self._indices, self._next, self._end = (
-            np.take_along_axis(x, kept, 1) for x in (self._indices, self._next, self._end)
+        kept = np.argsort(self._numbers < 0, axis=1, kind="stable")[:, :count]
+        self._numbers, self._next, self._end = (
+            np.take_along_axis(x, kept, 1) for x in (self._numbers, self._next, self._end)
         )
         return kept.ravel().astype(np.int32)
 
@@ -349,28 +352,28 @@ class Scheduler:
         """Frees the slots without rollouts after a call of `sampler.advance`; `lost` is its result.
 
         Returns:
-            (index of the prompt, slot) for each.
+            (number of the prompt, slot) for each.
         """
         self._lost = int(lost)
         self._next = np.minimum(next_rollout.reshape(self._end.shape), self._end)
-        slots = np.flatnonzero((self.indices >= 0) & is_free)
-        released = [(int(self.indices[slot]), int(slot)) for slot in slots]
-        self._indices.flat[slots] = -1
-        found = self.indices.tolist()
-        for index in dict.fromkeys(index for index, _ in released if index not in found):
-            del self._age[index]
-            self._choose(index)
+        slots = np.flatnonzero((self.numbers >= 0) & is_free)
+        released = [(int(self.numbers[slot]), int(slot)) for slot in slots]
+        self._numbers.flat[slots] = -1
+        left = self.numbers.tolist()
+        for number in dict.fromkeys(number for number, _ in released if number not in left):
+            del self._age[number]
+            self._choose(number)
         return released
 
-    def _assign(self, shard: int, slot: int, index: int, begin: int, end: int) -> None:
-        self._indices[shard, slot] = index
+    def _assign(self, shard: int, slot: int, number: int, begin: int, end: int) -> None:
+        self._numbers[shard, slot] = number
         self._next[shard, slot] = min(begin + self._sizes.num_rows, end)
         self._end[shard, slot] = end
 
     @property
     def _can_halve(self) -> bool:
         fewest = self._sizes.num_slots // self._sizes.num_shards * _FEWEST_SLOTS
-        return self._indices.shape[1] % 2 == 0 and self._indices.shape[1] // 2 >= fewest
+        return self._numbers.shape[1] % 2 == 0 and self._numbers.shape[1] // 2 >= fewest
 
     @property
     def _num_new_of_shard(self) -> int:
@@ -381,4 +384,4 @@ class Scheduler:
         """Slot-steps that a prefill of the next prompts costs, as in `Refill`."""
         longest = max((queue[0].num_tokens for queue in self._waiting if queue), default=0)
         num_tokens = self._sizes.num_new * (longest + self._sizes.num_context_tokens)
-        return num_tokens // self._sizes.num_rows + self._indices.size
+        return num_tokens // self._sizes.num_rows + self._numbers.size

@@ -46,6 +46,7 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
+        """Decode steps of all calls."""
         return sum(call.num_steps for call in self.calls)
 
 
@@ -60,7 +61,7 @@ class Simulation:
     def __init__(self, sizes: Sizes, buckets: Sequence[tuple[int, int]], max_age: int = 0):
         self.scheduler = Scheduler(sizes, max_age)
         self._sizes, self._buckets = sizes, buckets
-        self._num_tokens_of: dict[int, int] = {}  # by index of the prompt, context included
+        self._num_tokens_of: dict[int, int] = {}  # by number of the prompt, context included
         self._lengths: dict[int, Int[np.ndarray, " G"]] = {}
         self._num_prompt_tokens = 0  # P
         # Steps left of each row's rollout, 0 if it is idle; tokens of the rollout in the row's
@@ -80,11 +81,11 @@ class Simulation:
 
         Args:
             prompts: of this step; those left over by the last one go on.
-            lengths: by index of the prompt, number of tokens that each rollout samples, at least 1.
+            lengths: by number of the prompt, tokens that each of its rollouts samples, at least 1.
             num_wanted: prompts that must be whole at the end; None: all.
         """
         sizes, scheduler = self._sizes, self.scheduler
-        self._num_tokens_of |= {p.index: p.num_tokens + sizes.num_context_tokens for p in prompts}
+        self._num_tokens_of |= {p.number: p.num_tokens + sizes.num_context_tokens for p in prompts}
         self._lengths |= lengths
         scheduler.begin(prompts, num_wanted)
         self._move(scheduler.widen())
@@ -154,15 +155,15 @@ class Simulation:
 
     def _take_next(self, slot: int, row: int) -> None:
         """Prefill samples the first token; reading it takes a step even if it is the last."""
-        number = self._next_rollout[slot]
-        if number < self.scheduler.ends[slot]:
-            steps = int(self._lengths[int(self.scheduler.indices[slot])][number]) - 1
+        rollout = self._next_rollout[slot]
+        if rollout < self.scheduler.ends[slot]:
+            steps = int(self._lengths[int(self.scheduler.numbers[slot])][rollout]) - 1
             self._left[slot, row], self._samples[slot, row] = max(steps, 1), steps > 0
         self._next_rollout[slot] += 1
 
     def _occupy(self, slot: int, begin: int) -> None:
         self._left[slot], self._read[slot], self._next_rollout[slot] = 0, 0, begin
-        self._prefix[slot] = self._num_tokens_of[int(self.scheduler.indices[slot])]
+        self._prefix[slot] = self._num_tokens_of[int(self.scheduler.numbers[slot])]
         for row in range(self._sizes.num_rows):
             self._take_next(slot, row)
 

@@ -58,7 +58,7 @@ class Slots:
     tag_state: UInt8[Array, "B R"]  # of the automaton that detects the closing think tag
     running: Float[Array, "B R D"]  # sum of the current rationale's hidden states so far
     cache: KeyValues  # of the rows
-    clock: Int[Array, ""]  # steps so far, t
+    num_steps: Int[Array, ""]  # so far, t
 
 
 def empty_slots(
@@ -92,7 +92,7 @@ def empty_slots(
         tag_state=jnp.zeros((B, R), jnp.uint8),
         running=jnp.zeros((B, R, D)),
         cache=backbone.init_cache(config, B, R, whole_blocks(sizes.max_tokens), dtype, attention),
-        clock=jnp.int32(0),
+        num_steps=jnp.int32(0),
     )
 
 

@@ -86,6 +86,7 @@ def tree_pairs(
 
 
 def causal_pairs(num_tokens):
+    """Pairs of a query and a key that it sees in a causal sequence, its own included."""
     return num_tokens * (num_tokens + 1) // 2
 
 

@@ -182,8 +182,8 @@ def _over_blocks(
 ) -> Any:
     """The last carry of `step`(carry, block [W, D], ids [W], start) over the blocks of a table.
 
-    A block has rows `start`, `start` + 1, ... of each part. All blocks are of one size. The last
-    rows of the first one are the next one's too; in the first, their ids are -1.
+    A block has rows `start`, `start` + 1, ... of each part. All blocks are of one size. The
+    first one overlaps the second; the rows of the overlap have id -1 in the first.
 
     Args:
         is_prefetched: the next block is all-gathered beside the matmuls of this one.

@@ -14,7 +14,7 @@ LOAD = "experts/load"  # [L, E], replaced by the metrics of `of_load`
 def load(
     chosen: Int[Array, "B S L K"], is_counted: Bool[Array, "B S"], num_experts: int
 ) -> tuple[Float[Array, "L E"], Float[Array, "L 1"]]:
-    """Tokens of each expert and, as the denominator, what each would have if all had the same."""
+    """Tokens per expert and, as the denominator, their mean over the experts."""
     tokens = jnp.where(is_counted[..., None, None], chosen, -1)
     counts = (tokens[..., None] == jnp.arange(num_experts)).sum((0, 1, 3)).astype(jnp.float32)
     return counts, counts.mean(-1, keepdims=True)
@@ -28,9 +28,10 @@ def of_load(load: Float[Array, "L E"]) -> dict[str, Float[Array, ""]]:
 def differing(
     chosen: Int[Array, "B S L K"], routes: Int[Array, "B S L K"]
 ) -> dict[str, tuple[Float[Array, ""], Float[Array, ""]]]:
-    """Of the tokens with a route: the share of layers, and of tokens, whose experts are others.
+    """How often sampler (`routes`) and trainer (`chosen`) route a token to different experts.
 
-    As numerators and denominators. The order of a token's experts does not matter.
+    The share of pairs of token and layer, and of tokens with such a layer, among those with a
+    route, as numerators and denominators. The order of a token's experts does not matter.
     """
     has_route = routes[..., 0] >= 0
     is_other = has_route & (jnp.sort(chosen, -1) != jnp.sort(routes, -1)).any(-1)

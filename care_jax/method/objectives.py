@@ -1,7 +1,6 @@
 """Registry of the objectives: credit function, clip range and settings by name.
 
-To add an objective, extend this file, `credit`, and `configs/common.py` with a section for it. No
-other file branches on an objective's name.
+WORKSPACE.md ("To add") lists what else a new objective needs.
 """
 
 from __future__ import annotations

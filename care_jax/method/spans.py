@@ -32,9 +32,6 @@ class Spans:
     # 1.0 for one think span, one non-empty answer span, then EOS, with only whitespace around them.
     fmt: float
     has_answer: bool  # there is a well-formed answer span (see `parse`)
-    # Text between the tags; if the span is malformed, from the first opening tag to the next tag or
-    # the end; empty without an opening tag.
-    think: str
     answer: str  # text between the tags, stripped; empty without a well-formed span
 
 
@@ -114,15 +111,11 @@ def parse(
     names = [tag.group() for tag in tags]
     open_think, close_think = b"<%s>" % think_tag.encode(), b"</%s>" % think_tag.encode()
 
-    is_think, num_think, think = np.zeros(len(tokens), bool), 0, ""
+    is_think, num_think = np.zeros(len(tokens), bool), 0
     if pair := _single_pair(names, open_think, close_think):
         opening, closing = (tags[i] for i in pair)
-        think = _decode(text[opening.end() : closing.start()])
         is_think = _overlaps(starts, ends, opening.start(), closing.end())
         num_think = _count_within(starts, ends, opening.end(), closing.start())
-    elif open_think in names:
-        i = names.index(open_think)
-        think = _decode(text[tags[i].end() : tags[i + 1].start() if tags[i + 1 :] else None])
 
     is_answer, num_answer, answer = np.zeros(len(tokens), bool), 0, ""
     pair = _single_pair(names, b"<answer>", b"</answer>")
@@ -146,9 +139,19 @@ def parse(
         num_answer=num_answer,
         fmt=float(is_formatted),
         has_answer=has_answer,
-        think=think,
         answer=answer,
     )
+
+
+def rationale_of(response: str, think_tag: str) -> str:
+    """The text of a response's rationale, whether or not it is closed.
+
+    From the first opening think tag, or the start of a response without one, to the next tag of the
+    format, opening or closing.
+    """
+    opening, tag = f"<{think_tag}>", re.escape(think_tag)
+    _, found, behind = response.partition(opening)
+    return re.split(rf"</?(?:{tag}|answer)>", behind if found else response, maxsplit=1)[0]
 
 
 def closing_tag_table(

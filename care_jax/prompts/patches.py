@@ -90,6 +90,7 @@ def to_patches(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB, transparent parts on white."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255,) * 4), image)

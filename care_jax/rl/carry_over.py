@@ -2,8 +2,9 @@
 
 A step ends once rl.prompts_per_step prompts are whole, that is, have all their rollouts, so that it
 does not wait for the longest. The others go on in the next step, under newer weights; all rollouts
-of a prompt are trained on together. Each token keeps the log-probability under the weights, and
-after the KV cache, that it was drawn with, so its importance ratio is to the policy that drew it.
+of a prompt are trained on together. Each token keeps the log-probability with which it was
+sampled, under the weights and KV cache of that step, so its importance ratio is to the policy that
+sampled it.
 
 The first step draws C prompts more than it needs, and every step leaves as many to the next. They
 are the first C of the stream of examples; batch t follows at C + t · rl.prompts_per_step.
@@ -81,7 +82,7 @@ def save(programs: RolloutPrograms, carried: CarriedOver | None) -> InFlightSave
         return None
     groups, flight = carried.groups, carried.in_flight
     assert groups.position is not None  # of the prompts of a run
-    named = flight.numbers, groups.position, groups.index, flight.draws
+    named = flight.numbers, groups.position, groups.index, flight.key_data
     rows = [list(row) for row in zip(*(array.tolist() for array in named), strict=True)]
     prompts = distributed.gather_json(rows)
     most = max(len(part) for part in prompts)
@@ -129,7 +130,7 @@ def restored(
         )
     scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
     scheduler.restore(description["scheduler"])
-    numbers, position, index, draws = map(np.array, zip(*description["prompts"], strict=True))
+    numbers, position, index, key_data = map(np.array, zip(*description["prompts"], strict=True))
     sizes, text = queue.sizes, run.policy.config.text
     shape = len(numbers), sizes.num_rollouts, sizes.max_tokens
     dtypes = {"tokens": np.int32, "is_valid": bool, "logp": np.float32, "age": np.int8}
@@ -165,8 +166,8 @@ def restored(
     )
     requests = [Request(*pair) for pair in zip(groups.index.tolist(), groups.prompts, strict=True)]
     places = np.arange(len(requests))
-    draws = draws[is_own].astype(np.uint32)
-    flight = InFlight(requests, places, numbers[is_own], draws, rollouts, scheduler, slots)
+    key_data = key_data[is_own].astype(np.uint32)
+    flight = InFlight(requests, places, numbers[is_own], key_data, rollouts, scheduler, slots)
     return CarriedOver(groups, flight)
 
 

@@ -34,7 +34,7 @@ from care_jax.decoding.sampler import DecodeOptions, DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.method import credit
+from care_jax.method import credit, spans
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from care_jax.report.console import show_part
 from care_jax.rewards.scores import start_scoring
@@ -418,7 +418,7 @@ def contexts_of(
     tag, limit = policy.think_tag, care.max_context
     return [
         reflection.context_tokens(
-            reflection.rationale_of(failure, tag), cue, encode, think_tag=tag, max_context=limit
+            spans.rationale_of(failure, tag), cue, encode, think_tag=tag, max_context=limit
         )
         for failure in failures
     ]

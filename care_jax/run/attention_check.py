@@ -1,9 +1,7 @@
 """Compares the device's attention kernel with XLA before a stage uses it.
 
 The comparison covers forward and backward, on packed rows of tokens and of patches of the stage's
-shape. If the two differ, the stage uses XLA. The decode kernel must also be faster than XLA. The
-kernels for GPUs have run on an H100 (docs/results/h100.md); those for TPUs were compiled, and
-interpreted on a CPU.
+shape. If the two differ, the stage uses XLA. The decode kernel must also be faster than XLA.
 """
 
 from __future__ import annotations

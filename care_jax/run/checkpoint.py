@@ -1,4 +1,4 @@
-"""Checkpoints of a run: state, data position, seed and metadata, written atomically.
+"""Checkpoints of a run: state and metadata, written atomically.
 
 A step is committed with the SHA-256 of its files (`integrity`). A step that does not match is never
 restored: its folder is renamed to `<step>.damaged`, and the previous step is used.
@@ -38,9 +38,7 @@ class Restored(NamedTuple):
     """A restored checkpoint."""
 
     state: Any  # as saved, with the requested shardings
-    step: int  # the step it was saved at
-    data_position: int  # examples or batches (the unit of the data pipeline) already consumed
-    rng: int  # the seed from which the run derives every random key, see `devices.streams`
+    step: int  # the steps done, from which data and random keys of the next one follow
     metadata: dict[str, Any]  # as saved, JSON types
     in_flight: dict[str, Any] | None  # description of `InFlightSave`
 
@@ -163,24 +161,22 @@ class Checkpoints:
         self,
         step: int,
         state: Any,
-        data_position: int,
-        rng: int,
         metadata: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
         in_flight: InFlightSave | None = None,
     ) -> None:
         """Saves one step, which must be later than all saved steps.
 
-        `state` is a tree of arrays; `data_position`, `rng` and `metadata` are those of `Restored`;
-        `metrics` are of the step's evaluation, if there was one.
+        `state` is a tree of arrays, `metadata` of JSON types; `metrics` are of the step's
+        evaluation, if there was one.
         """
         if self.latest_step is not None and step <= self.latest_step:
             raise ValueError(
                 f"step {step} is not after step {self.latest_step} in {self.folder}; restore it "
                 "first, or choose another --workdir"
             )
-        progress = {"data_position": data_position, "rng": rng, "metadata": dict(metadata)}
-        progress |= {"fingerprint": self._fingerprint, "settings": self._settings}
+        progress: dict[str, Any] = {"metadata": dict(metadata), "fingerprint": self._fingerprint}
+        progress["settings"] = self._settings
         self.wait()  # the callback of the last save reads `_saving`
         self._saving = step
         self._values[step] = dict(metrics or {})
@@ -226,14 +222,7 @@ class Checkpoints:
         progress = self._progress(step)
         items = {"state": ocp.args.StandardRestore(abstract_state)}
         state = self._manager.restore(step, args=ocp.args.Composite(**items))["state"]
-        return Restored(
-            state,
-            step,
-            progress["data_position"],
-            progress["rng"],
-            progress["metadata"],
-            progress.get("in_flight"),
-        )
+        return Restored(state, step, progress["metadata"], progress.get("in_flight"))
 
     def restore_in_flight(self, shapes: Any, step: int) -> dict[str, Any]:
         """The arrays that were saved as `in_flight` with a restored step; see `restore`."""

@@ -44,6 +44,7 @@ def update_manifest(folder: pathlib.Path, name: str) -> None:
 
 
 def has_manifest(folder: pathlib.Path) -> bool:
+    """Whether a manifest was written in the folder."""
     return (folder / MANIFEST).is_file()
 
 
@@ -115,7 +116,7 @@ def _sha256(path: pathlib.Path) -> str:
 
 
 def _sum_of(entries: dict[str, Any], of: str) -> str:
-    # Without `of` as before there was one.
+    # Manifests written without `of` sum the entries alone.
     text = json.dumps([entries, of] if of else entries, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

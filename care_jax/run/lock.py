@@ -69,7 +69,7 @@ def new_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
 def _take(file: int, folder: int, workdir: pathlib.Path, flag: str) -> str:
     """Locks both and writes the holder's name to the file; returns the error if they cannot be had.
 
-    That is if another run has them, or the file is something else, which would be lost.
+    They cannot if another run holds them, or if the file is not that of a lock.
     """
     path = workdir / NAME
     if (size := os.fstat(file).st_size) > _MOST_BYTES:

@@ -71,7 +71,7 @@ def open_stage(
         start, metadata, in_flight = 0, {}, None
         if checkpoints.latest_step is not None:
             restored = checkpoints.restore(sharding.abstract(state))
-            state, start, metadata = restored.state, restored.data_position, restored.metadata
+            state, start, metadata = restored.state, restored.step, restored.metadata
             in_flight = restored.in_flight
             del restored
         run.metrics.begin(name, start)
@@ -269,8 +269,6 @@ class Stage:
         self.checkpoints.save(
             self.num_done,
             self.state,
-            self.num_done,
-            self.run.config.seed,
             {**self.counters, **self._check.saved(), "lengths": self._lengths},
             metrics if step == self.num_done else None,
             self.saved_beside(),

@@ -110,7 +110,7 @@ class Evaluator:
         if self._examples is not None:
             metrics |= self._held_out(decode, settings, self._examples, name, step)
         if self._benchmarks:
-            metrics |= self._releases(decode, settings, name, step)
+            metrics |= self._on_benchmarks(decode, settings, name, step)
         return metrics
 
     def _held_out(
@@ -174,7 +174,7 @@ class Evaluator:
             "versions": versions(),
         }
 
-    def _releases(
+    def _on_benchmarks(
         self, decode: Decode, settings: dict[str, Any], name: str, step: int | None
     ) -> dict[str, float]:
         config, judge = self._run.config.evaluate, None

@@ -2,7 +2,7 @@
 
 A step decodes and verifies a rollout batch, selects subgroups, repairs failures and computes
 advantages. One or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`, follow.
-The parts of a step are in `rl`: `rollout`, `dynamic_sampling`, `update_batch`, `step_metrics`.
+The parts of a step are in the package `rl`.
 
 Letters: B prompts of this process, R rows per prompt.
 """

@@ -40,7 +40,7 @@ INDEX = "model.safetensors.index.json"
 _BLOCK_SIZE = 2**22  # elements read at a time when tensors are compared
 MAX_HEADER_BYTES = 2**25  # of one file; about 200,000 tensors
 MAX_TENSORS = 2**20
-_MAX_TOLD = 20  # faults that a message lists
+_MAX_LISTED = 20  # faults that a message lists
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's name
 
 
@@ -101,7 +101,7 @@ def _find(
             problems.append(f"{name} is {entry.dtype}, expected {dtypes}")
     if problems:
         raise ValueError(
-            f"the weights in {folder} do not fit its config.json: {_told(problems)}; use the "
+            f"the weights in {folder} do not fit its config.json: {_listed(problems)}; use the "
             "config.json of the same release"
         )
     embedding = found[weights.release_name(weights.EMBEDDING, family)]
@@ -126,7 +126,7 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     problems, unread = [], set()
     for file in [SINGLE] if index is None else sorted(set(index.values())):
-        if len(unread) == _MAX_TOLD:
+        if len(unread) == _MAX_LISTED:
             break
         try:
             header = _read_header(folder / file)
@@ -155,16 +155,16 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
         ]
     if problems:
         raise ValueError(
-            f"{folder} is not a complete release: {_told(problems)}; fetch or export it again"
+            f"{folder} is not a complete release: {_listed(problems)}; fetch or export it again"
         )
     return entries
 
 
-def _told(problems: Sequence[str]) -> str:
+def _listed(problems: Sequence[str]) -> str:
     """The first faults as one printable line: names of tensors are untrusted."""
-    line = "; ".join(f"{problem:.300}" for problem in problems[:_MAX_TOLD])
+    line = "; ".join(f"{problem:.300}" for problem in problems[:_MAX_LISTED])
     line = "".join(c if c.isprintable() else " " for c in line)
-    more = len(problems) - _MAX_TOLD
+    more = len(problems) - _MAX_LISTED
     return f"{line}; and {more} more" if more > 0 else line
 
 
@@ -174,7 +174,7 @@ def _read_index(folder: pathlib.Path) -> dict[str, str]:
     if not path.exists():
         found = "no folder"
         if folder.is_dir():
-            found = sorted(path.name for path in folder.iterdir())[:_MAX_TOLD]
+            found = sorted(path.name for path in folder.iterdir())[:_MAX_LISTED]
         raise ValueError(
             f"{folder} must hold {SINGLE} or {INDEX}, got {found}; pass the folder of a release"
         )

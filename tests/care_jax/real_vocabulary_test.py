@@ -61,7 +61,8 @@ def test_a_row_that_goes_on_from_the_cue_is_well_formed(policy, encode, tag, end
                 think_tag=tag,
             )
             assert (found.fmt, found.answer) == (1.0, "7")
-            assert found.think == rationale + care.cue + repair
+            text = text_of(policy, [*context, *written])
+            assert spans.rationale_of(text, tag) == rationale + care.cue + repair
             assert found.is_think[: len(context)].all() and found.is_answer[-1]
 
 

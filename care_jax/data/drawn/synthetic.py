@@ -161,6 +161,7 @@ def texts() -> Iterator[str]:
 
 
 def split_of(picture: Diagram | _Chart, question: str) -> str:
+    """ "train" or "test", the same whenever the picture and the question are drawn."""
     return splits_and_repairs.split_of(f"{dataclasses.astuple(picture)}{question}")
 
 

@@ -62,9 +62,8 @@ def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
     """Rows given from Python, with the fields of a file's; ValueError if they are not mappings.
 
     Rows with a length and an index are read on access, others at once. Values may be numpy's. An
-    image may also be a PIL
-    image or the bytes of a file. Paths are relative to the current folder and may lead out of it,
-    as the caller is trusted.
+    image may also be a PIL image or the bytes of a file. Paths are relative to the current folder
+    and may lead out of it, as the caller is trusted.
     """
     if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
         raise ValueError(

@@ -55,7 +55,7 @@ class ParquetRows:
         self._ends = list(itertools.accumulate(counts))
         self._group = functools.lru_cache(_NUM_CACHED)(self._read)
         self._were_read: set[int] = set()
-        self._is_told = False
+        self._has_warned = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -91,8 +91,8 @@ class ParquetRows:
             ) from error
         if table is None:
             return None
-        if group in self._were_read and table.nbytes > _SLOW_GROUP_BYTES and not self._is_told:
-            self._is_told = True
+        if group in self._were_read and table.nbytes > _SLOW_GROUP_BYTES and not self._has_warned:
+            self._has_warned = True
             logging.warning(
                 "%s is slow to train on: each row drawn from it reads up to %d MiB again; "
                 "python -m care_jax.commands.prepare writes files for training",

@@ -29,29 +29,11 @@ def test_long_rationale_loses_its_end_and_keeps_the_cue():
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("<t>two dots.</t><answer>2</answer>", "two dots."),
-        ("<t>two dots. <answer>2</answer>", "two dots. "),  # never closed
-        ("<t>two dots.</answer>", "two dots."),
-        ("<t>two<t>dots</t>", "two"),
-        ("Well: <t>two dots", "two dots"),  # cut off by its budget
-        ("two dots. <answer>2</answer>", "two dots. "),  # never opened
-        ("<answer>2</answer> as <t>I count", "I count"),
-        ("<answer>2</answer>", ""),
-        ("a < b and <answers> b", "a < b and <answers> b"),
-    ],
-)
-def test_rationale_ends_at_the_next_tag_whichever_it_is(response, expected):
-    assert reflection.rationale_of(response, "t") == expected
-
-
-@pytest.mark.parametrize(
     "response", ["<think>a <answer>3</answer>", "a</answer>", "<think>a<think>b", "<answer>"]
 )
 def test_every_context_leaves_a_well_formed_answer_to_be_sampled(response):
     """A forced answer tag would make a second answer span, and acc 0, certain."""
-    context = f"<think>{reflection.rationale_of(response, 'think')}{CUE}"
+    context = f"<think>{spans.rationale_of(response, 'think')}{CUE}"
     text = (context + "b</think><answer>4</answer>").encode()
     table = [bytes([byte]) for byte in range(256)] + [b""]
     found = spans.parse([*text, 256], table, eos_token_ids=(256,))

@@ -288,7 +288,7 @@ def test_idle_rows_and_free_slots_see_nothing_and_a_row_its_last_positions_of_th
         prefix=slots.prefix.replace(is_valid=jnp.arange(4) >= jnp.array([[1], [2]])),
         rollout=jnp.array([[0, 9], [9, 9]]),
         num_read=jnp.array([[3, 0], [0, 0]]),
-        clock=jnp.int32(17),
+        num_steps=jnp.int32(17),
     )
     on_prefix, on_suffix = sampler.visible(slots)
     assert on_prefix.tolist() == [[False, True, True, True], [False] * 4]

@@ -40,7 +40,7 @@ def indices(mask):
 def test_clean_tokens_are_counted_strictly_between_the_tags():
     found = parse(GOOD)
     assert (found.num_think, found.num_answer) == (len("two dots."), len("12"))
-    assert (found.think, found.answer) == ("two dots.", "12")
+    assert found.answer == "12"
     assert (found.fmt, found.has_answer) == (1.0, True)
 
 
@@ -60,7 +60,7 @@ def test_straddling_token_is_in_both_spans_and_in_neither_count():
     assert found.is_think[straddling] and found.is_answer[straddling]
     assert not found.is_think[straddling + 1] and not found.is_answer[straddling - 1]
     assert (found.num_think, found.num_answer) == (1, 0)
-    assert (found.think, found.answer, found.fmt) == ("a.", "A", 1.0)
+    assert (found.answer, found.fmt) == ("A", 1.0)
 
 
 @given(st.data())
@@ -84,7 +84,7 @@ def test_spans_follow_the_bytes_however_they_are_cut(data):
     assert found.num_think == sum(
         {*range(a, b)} <= {*range(rationale, close_think)} for a, b in pieces
     )
-    assert (found.think, found.answer, found.fmt) == ("é = 2.", "B", 1.0)
+    assert (found.answer, found.fmt) == ("B", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +137,28 @@ def test_empty_response_has_no_spans():
     assert (found.fmt, found.has_answer, found.is_think.shape) == (0.0, False, (0,))
 
 
-def test_unclosed_rationale_has_text_but_no_span():
+def test_an_unclosed_rationale_has_no_span():
     found = parse("<think>cut o", eos=False)
-    assert (found.think, found.num_think, found.is_think.any()) == ("cut o", 0, False)
-    assert parse("<think>r <answer>3</answer>").think == "r "
+    assert (found.num_think, found.is_think.any()) == (0, False)
 
 
-def test_rationale_keeps_its_whitespace():
-    assert parse("<think>\n r\n</think><answer>3</answer>").think == "\n r\n"
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<t>two dots.</t><answer>2</answer>", "two dots."),
+        ("<t>\n two dots.\n</t><answer>2</answer>", "\n two dots.\n"),
+        ("<t>two dots. <answer>2</answer>", "two dots. "),  # never closed
+        ("<t>two dots.</answer>", "two dots."),
+        ("<t>two<t>dots</t>", "two"),
+        ("Well: <t>two dots", "two dots"),  # cut off by its budget
+        ("two dots. <answer>2</answer>", "two dots. "),  # never opened
+        ("<answer>2</answer> as <t>I count", "I count"),
+        ("<answer>2</answer>", ""),
+        ("a < b and <answers> b", "a < b and <answers> b"),
+    ],
+)
+def test_rationale_ends_at_the_next_tag_whichever_it_is(response, expected):
+    assert spans.rationale_of(response, "t") == expected
 
 
 def test_tokens_without_text_belong_to_where_they_stand():
@@ -285,7 +299,8 @@ def test_spans_over_real_pieces_follow_the_bytes(real_tokenizer, real_bytes, tag
         found = spans.parse(
             [*tokens, end], real_bytes, eos_token_ids=(151645, 151643), think_tag=tag
         )
-        assert (found.fmt, found.think, found.answer) == (1.0, rationale, answer.strip())
+        assert (found.fmt, found.answer) == (1.0, answer.strip())
+        assert spans.rationale_of(text.decode(), tag) == rationale
 
         ends = np.cumsum([len(piece) for piece in pieces]).tolist()
         places = [{*range(b - len(piece), b)} for piece, b in zip(pieces, ends, strict=True)]

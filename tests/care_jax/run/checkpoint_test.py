@@ -44,7 +44,7 @@ def make_state(value=0.0, mesh=None):
 
 def save(folder, step):
     with checkpoints(folder) as saved:
-        saved.save(step, make_state(step), step, 0, {})
+        saved.save(step, make_state(step), {})
 
 
 def restore(folder, step=None, **options):
@@ -66,16 +66,16 @@ def test_everything_saved_comes_back(tmp_path):
     state = make_state(3.0)
     with checkpoints(tmp_path) as saved:
         assert saved.latest_step is None
-        saved.save(7, state, 448, 11, {"stage": "rl", "tokens": 10**12})
+        saved.save(7, state, {"stage": "rl", "tokens": 10**12})
         unfinished = InFlightSave({"tokens": np.arange(5)}, {"prompts": [[1, 2]]})
-        saved.save(8, state, 512, 11, {}, in_flight=unfinished)
+        saved.save(8, state, {}, in_flight=unfinished)
     with checkpoints(tmp_path) as saved:
         assert saved.latest_step == 8
         got, *rest = saved.restore(abstract(make_state()), 7)
         assert saved.restore(abstract(make_state())).in_flight == unfinished.description
         arrays = saved.restore_in_flight({"tokens": jax.ShapeDtypeStruct((5,), int)}, 8)
     assert_equal(got, state)
-    assert rest == [7, 448, 11, {"stage": "rl", "tokens": 10**12}, None]
+    assert rest == [7, {"stage": "rl", "tokens": 10**12}, None]
     np.testing.assert_array_equal(arrays["tokens"], np.arange(5))
 
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_restores_onto_another_mesh(tmp_path):
     state = make_state(2.0, sharding.make_mesh(1, 8, 1))
     target = abstract(make_state(0.0, sharding.make_mesh(2, 2, 2)))
     with checkpoints(tmp_path) as saved:
-        saved.save(1, state, 0, 0, {})
+        saved.save(1, state, {})
         got = saved.restore(target).state
     assert_equal(got, state)
     assert got["params"]["w"].sharding.spec == P("fsdp", "tensor")
@@ -93,9 +93,9 @@ def test_a_checkpoint_restores_onto_another_mesh(tmp_path):
 def test_latest_steps_are_kept_and_any_of_them_restores(tmp_path):
     with checkpoints(tmp_path, keep=2) as saved:
         for step in (1, 2, 3):
-            saved.save(step, make_state(step), step, 0, {})
+            saved.save(step, make_state(step), {})
         assert saved.restore(abstract(make_state())).step == 3
-        assert saved.restore(abstract(make_state()), step=2).data_position == 2
+        assert saved.restore(abstract(make_state()), step=2).step == 2
         assert saved.steps == [2, 3]
 
 
@@ -106,7 +106,7 @@ ACCS = {1: 0.1, 2: 0.7, 3: 0.6, 5: 0.3, 6: 0.2}
 def save_all(saved, steps):
     for step in steps:
         metrics = {"acc": ACCS[step], "fmt": 1 - ACCS[step]} if step in ACCS else None
-        saved.save(step, make_state(step), step, 0, {}, metrics)
+        saved.save(step, make_state(step), {}, metrics)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_the_best_of_a_resumed_run_stays_until_it_is_beaten(tmp_path):
         assert saved.best_step == 2
         assert saved.is_among_best({"acc": 0.71})
         assert not saved.is_among_best({"acc": 0.7}) and not saved.is_among_best({"fmt": 1.0})
-        saved.save(5, make_state(5), 5, 0, {}, {"acc": 0.8})
-        saved.save(6, make_state(6), 6, 0, {}, {"acc": 0.8})  # of equals the last is the best
+        saved.save(5, make_state(5), {}, {"acc": 0.8})
+        saved.save(6, make_state(6), {}, {"acc": 0.8})  # of equals the last is the best
         assert saved.steps == [6] and saved.best_step == 6
     with checkpoints(tmp_path, 1) as saved:
         assert not saved.is_among_best({"acc": 1.0})  # none is kept
@@ -148,8 +148,8 @@ def test_the_best_of_a_resumed_run_stays_until_it_is_beaten(tmp_path):
 def test_a_step_may_be_evaluated_after_it_was_saved(tmp_path):
     """As when a run is stopped inside the evaluation."""
     with checkpoints(tmp_path, 1, keep_best=1) as saved:
-        saved.save(1, make_state(1), 1, 0, {}, {"acc": 0.2})
-        saved.save(2, make_state(2), 2, 0, {})
+        saved.save(1, make_state(1), {}, {"acc": 0.2})
+        saved.save(2, make_state(2), {})
         saved.add_metrics(2, {"acc": 0.9})
         assert saved.best_step == 2
         save_all(saved, (3, 4))
@@ -163,7 +163,7 @@ def test_a_step_may_be_evaluated_after_it_was_saved(tmp_path):
 def test_parameters_are_restored_without_the_rest(tmp_path):
     """A part of them is, too, onto another mesh."""
     with checkpoints(tmp_path) as saved:
-        saved.save(1, make_state(5.0), 0, 0, {})
+        saved.save(1, make_state(5.0), {})
         target = abstract(make_state(0.0, sharding.make_mesh(2, 2, 2)))["params"]
         params = saved.restore_params(target, 1)
         part = saved.restore_params({"w": target["w"]}, 1)
@@ -181,7 +181,7 @@ def test_restoring_at_once_waits_for_the_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", slow)
     with checkpoints(tmp_path) as saved:
-        saved.save(1, make_state(4.0), 0, 0, {})
+        saved.save(1, make_state(4.0), {})
         assert_equal(saved.restore(abstract(make_state())).state, make_state(4.0))
 
 
@@ -200,7 +200,7 @@ def test_saving_is_not_disturbed_by_donating_the_state_at_once(tmp_path):
     with checkpoints(tmp_path, keep=3) as saved:
         for step in (1, 2, 3):
             state = jax.tree.map(step_fn, state)
-            saved.save(step, state, 0, 0, {})
+            saved.save(step, state, {})
             for _ in range(3):
                 state = jax.tree.map(step_fn, state)
         target = abstract(state)
@@ -213,7 +213,7 @@ def save_and_die(folder: str, moment: str, is_bucket: bool) -> None:
     mounts.is_fuse = lambda folder: is_bucket
     kind = atomicity.CommitFileTemporaryPath if is_bucket else atomicity.AtomicRenameTemporaryPath
     with checkpoints(folder) as saved:
-        saved.save(1, make_state(1.0), 64, 5, {})
+        saved.save(1, make_state(1.0), {})
         saved.wait()
         original = getattr(kind, moment)
 
@@ -223,7 +223,7 @@ def save_and_die(folder: str, moment: str, is_bucket: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(kind, moment, kill)
-        saved.save(2, make_state(2.0), 128, 5, {})
+        saved.save(2, make_state(2.0), {})
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, monkeypatch, mome
         assert saved.latest_step == 1
         got = saved.restore(abstract(make_state()))
         assert_equal(got.state, make_state(1.0))
-        assert got.data_position == 64
-        saved.save(3, make_state(3.0), 192, 5, {})
+        assert got.step == 1
+        saved.save(3, make_state(3.0), {})
     assert sorted(left.name for left in tmp_path.iterdir()) == ["1", "3"]
 
 
@@ -271,7 +271,7 @@ def test_no_folder_is_renamed_on_a_mounted_bucket(tmp_path, monkeypatch, is_buck
     monkeypatch.setattr(mounts, "is_fuse", lambda folder: is_bucket)
     for step in (4, 6):
         with checkpoints(tmp_path, keep=1) as saved:
-            saved.save(step, make_state(step), step, 0, {}, {"acc": step / 10})
+            saved.save(step, make_state(step), {}, {"acc": step / 10})
     assert bool(renamed) != is_bucket
     with checkpoints(tmp_path) as saved:
         assert saved.steps == [6] and saved.is_whole(6) and integrity.has_manifest(tmp_path / "6")
@@ -286,7 +286,7 @@ def test_a_workdir_may_move_between_a_disk_and_a_mounted_bucket(tmp_path, monkey
     monkeypatch.setattr(mounts, "is_fuse", lambda folder: not was_bucket)
     with checkpoints(tmp_path) as saved:
         assert_equal(saved.restore(abstract(make_state())).state, make_state(4))
-        saved.save(6, make_state(6), 6, 0, {})
+        saved.save(6, make_state(6), {})
         assert saved.steps == [4, 6]
 
 
@@ -296,7 +296,7 @@ def two_steps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_steps")
     with checkpoints(folder) as saved:
         for step in (4, 6):
-            saved.save(step, make_state(step), step, 0, {}, {"acc": step / 10})
+            saved.save(step, make_state(step), {}, {"acc": step / 10})
     return folder
 
 
@@ -336,7 +336,7 @@ def test_a_flipped_bit_in_any_kind_of_file_gives_the_step_before(
         restored = saved.restore(abstract(make_state()))
         assert restored.step == saved.latest_step == 4
         assert_equal(restored.state, make_state(4))
-        saved.save(6, make_state(6.5), 6, 0, {})
+        saved.save(6, make_state(6.5), {})
     line = capfd.readouterr().err
     assert line.startswith("checkpoint 6 is damaged: ") and line.count("\n") == 1
     assert path.name in line and "renamed to 6.damaged" in line
@@ -425,7 +425,7 @@ def test_without_a_whole_step_the_run_stops_until_one_is_copied_back(folder, two
 
 def test_metrics_added_later_have_a_sum_too(tmp_path):
     with checkpoints(tmp_path) as saved:
-        saved.save(1, make_state(1), 1, 0, {})
+        saved.save(1, make_state(1), {})
         saved.add_metrics(1, {"acc": 0.5})
         assert saved.is_whole(1)
     path = tmp_path / "1" / "metrics" / "metrics"
@@ -456,7 +456,7 @@ def save_damage_and_restore(folder: str, port: str, index: str, is_bucket: str) 
 
     with checkpoints(folder) as saved:
         for step in (1, 2):
-            saved.save(step, state_of(step), step, 0, {})
+            saved.save(step, state_of(step), {})
         saved.wait()
         if index == "0":
             path = next(pathlib.Path(folder).glob("2/state/d/*"))
@@ -501,7 +501,7 @@ FULL = (
 
 def test_a_full_disk_is_named_with_the_folder_of_the_step(tmp_path, monkeypatch):
     saved = checkpoints(tmp_path)
-    saved.save(3, make_state(), 3, 0, {})
+    saved.save(3, make_state(), {})
     saved.wait()
 
     def refuse(*_):
@@ -509,7 +509,7 @@ def test_a_full_disk_is_named_with_the_folder_of_the_step(tmp_path, monkeypatch)
 
     monkeypatch.setattr(saved._manager, "wait_until_finished", refuse)
     with pytest.raises(OSError) as error:
-        saved.save(4, make_state(), 4, 0, {})
+        saved.save(4, make_state(), {})
     assert (error.value.errno, error.value.filename) == (28, str(tmp_path / "3"))
 
 

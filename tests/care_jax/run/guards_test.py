@@ -189,6 +189,6 @@ def test_a_broken_checkpoint_is_neither_exported_nor_evaluated(make_run, params)
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
     state = start_state(run, jax.device_put(broken, where), make_adamw(run, "sft"))
     with open_checkpoints(run, "sft") as saved:
-        saved.save(1, state, 1, 0, {})
+        saved.save(1, state, {})
     with pytest.raises(ValueError, match=r"^checkpoint 1 of sft must .*; set export\.step to ano"):
         weights.load(run, weights.find(run, ()))
