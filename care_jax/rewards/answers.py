@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from care_jax.rewards.equivalence import (
     formulas,
+    free_text,
     joined,
     matrices,
     notation,
@@ -34,6 +35,7 @@ _MAX_UNITS = 8  # at the end of an answer
 
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
 _NUMBERED = re.compile(r"(?:\(\d\) ?)+")
+_TWO_LETTERS = re.compile(r"[a-zA-Z]{2}")
 _DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
 
 
@@ -119,10 +121,10 @@ _clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
 @functools.lru_cache(maxsize=4096)
 def _clean_choices(choices: tuple[str, ...]) -> _Choices:
     texts = [notation.clean(choice) for choice in choices]
-    mentions = [(text.casefold(), i) for i, text in enumerate(texts)]
+    mentions = [(free_text.fold_words(text), i) for i, text in enumerate(texts)]
     mentions = [each for each in mentions if len(each[0]) > 1 or each[0].isdigit()]
     mentions.sort(key=lambda each: -len(each[0]))
-    return _Choices(texts, [notation.key(text) for text in texts], mentions)
+    return _Choices(texts, [notation.cased_key(text) for text in texts], mentions)
 
 
 class _Choices(NamedTuple):
@@ -135,7 +137,7 @@ class _Choices(NamedTuple):
 
 def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
     """The options that a text names, by their letters and texts; empty for any other text."""
-    for known, name in ((choices.texts, text), (choices.keys, notation.key(text))):
+    for known, name in ((choices.texts, text), (choices.keys, notation.cased_key(text))):
         if known.count(name) == 1:  # options may differ in case alone
             return {known.index(name)}
     num_choices = len(choices.texts)
@@ -146,7 +148,7 @@ def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
     label, rest = options.label(text)
     named = set()
     if label and (own := _LETTERS.index(label)) < num_choices:
-        if notation.key(rest) == choices.keys[own]:
+        if notation.cased_key(rest) == choices.keys[own]:
             return {own}
         if quantities.read_number(rest):
             numbers = (text if quantities.read_number(text) else "" for text in choices.texts)
@@ -154,8 +156,9 @@ def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
         if own in named:
             return {own}
     # The texts of other options spoil a letter: `A or 15`.
+    folded = free_text.fold_words(text)
     for option, index in choices.mentions:
-        if option in text.casefold() and (rest := options.without(text, option)) != text:
+        if option in folded and (rest := options.without(text, option)) != text:
             text = rest
             named.add(index)
     letter = options.choice_letter(text, num_choices)
@@ -183,7 +186,7 @@ def _compare_choice(
         same_letters = options.choice_letters(prediction, len(texts)) == letters
         return _outcome(same_letters, "set of options")
     if gold_index >= 0:
-        if keys[gold_index] == _LETTERS[gold_index].lower():
+        if keys[gold_index].upper() == _LETTERS[gold_index]:
             return "different: no option"  # options shown as pictures have no text to compare
         outcome = same(prediction, texts[gold_index])
         if isinstance(outcome, Question) or not is_equal(outcome):
@@ -298,7 +301,9 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     numbers = quantities.read_number(prediction), quantities.read_number(gold)
     if numbers[0] and numbers[1]:
         return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
-    if notation.key(prediction) == notation.key(gold):  # after numbers, as mW is not MW
+    # After numbers, as mW is not MW. The unit of a number may be KW.
+    key = notation.key if any(numbers) and _TWO_LETTERS.search(gold) else notation.cased_key
+    if key(prediction) == key(gold):
         return True, "text"
     if clocks := _certain(joined.read_clock, *texts):
         return clocks[0].seconds == clocks[1].seconds, "time"
@@ -331,7 +336,7 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
         ("", text) if items else notation.split_assignment(text)
         for text, items in zip(texts, lists, strict=True)
     )
-    is_other = name and gold_name and notation.key(name) != notation.key(gold_name)
+    is_other = name and gold_name and notation.cased_key(name) != notation.cased_key(gold_name)
     if is_other and not formulas.same_figure(name, gold_name):
         return False, "variable"
     # `x = value` is compared by its value; an equation on either side is left undecided.
@@ -345,12 +350,12 @@ def _compare_regions(
     prediction: relations.Region, gold: relations.Region, limits: _Limits
 ) -> bool | None:
     names = prediction.variable, gold.variable
-    if all(names) and notation.key(names[0]) != notation.key(names[1]):
+    if all(names) and notation.cased_key(names[0]) != notation.cased_key(names[1]):
         return False
 
     def same_bound(one: str, other: str) -> bool | None:
         if "\\infty" in one + other:
-            return notation.key(one) == notation.key(other)
+            return notation.cased_key(one) == notation.cased_key(other)
         return _compare_values(one, other, limits)
 
     def same(one: relations.Interval, other: relations.Interval) -> bool | None:
@@ -375,7 +380,7 @@ def _compare_lists(
     is_unordered = {brackets, gold_brackets} <= {"", "{}"} and is_named == is_gold_named
     if is_unordered and "{}" in (brackets, gold_brackets):
         items, gold_items = (  # a set has each of its members once
-            list({notation.key(item): item for item in given}.values())
+            list({notation.cased_key(item): item for item in given}.values())
             for given in (items, gold_items)
         )
     if brackets != gold_brackets and {brackets, gold_brackets} & {"[)", "(]"}:

@@ -8,6 +8,7 @@ wall-clock limit and starts a new one for the next question.
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import pickle
 import resource
@@ -160,11 +161,25 @@ def _is_close(gold: Any, prediction: Any, num_decimals: int, tolerance: float) -
     return is_rounded or error <= tolerance * abs(expected)
 
 
+def _keep_case() -> None:
+    """Makes math_verify distinguish M from m, and both \\gamma and \\Gamma from the number 0.577."""
+    import math_verify
+    from latex2sympy2_extended import latex2sympy, symbols
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+
+    cased = ConversionConfig(lowercase_symbols=False)
+    changed: Any = math_verify
+    changed.parser.latex2sympy = functools.partial(latex2sympy, conversion_config=cased)
+    changed.grader.sympy_compare_symbols = lambda gold, prediction: str(gold) == str(prediction)
+    for name in ("gamma", "Gamma"):
+        del symbols.sympy_singleton_map[name]
+
+
 def start(timeout: float) -> Callable[..., str]:
     """Sets the limits of this worker process and returns the function that answers questions."""
     for stream in (1, 2):  # parsers print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    import math_verify  # noqa: F401
+    _keep_case()
 
     def out_of_time(signum, frame):
         raise _CpuTimeout

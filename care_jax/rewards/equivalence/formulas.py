@@ -41,6 +41,7 @@ _PLAIN_NAME = re.compile(
 )
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")
 _ROOT_OF_BRACKET = re.compile(r"(\\sqrt(?:\[\w\])?) ?\(")
+_CAPITAL_I = re.compile(r"\\[a-zA-Z]+|(I)")
 _INDEXED = re.compile(r"(?<![\\a-zA-Z^_])([a-zA-Z])(\d+)(?![\w.])")
 _POWER = re.compile(r"\^ ?(?:\(([^()]*)\)|(-?\d{2,}|-\w))")
 _BRACKETS_SIDE_BY_SIDE = re.compile(r"(?<=\)) ?(?=\()|(?<![\^_\d.])(\d+(?:\.\d+)?) ?(?=\()")
@@ -104,6 +105,8 @@ def as_latex(text: str) -> str:
         lambda m: f"{m.group(1)}\\sqrt{{{m.group(2)}}}" if m.group(2) else f"{m.group(1)}\\sqrt ",
         _PLAIN_NAME.sub(r"\1\\\2 ", text.replace("**", "^")),
     )
+    # The parser takes I for the imaginary unit, and drops its index and its power.
+    text = _CAPITAL_I.sub(lambda m: "\\mathit{I}" if m.group(1) else m.group(), text)
     text = _INDEXED.sub(r"\1_{\2}", text)  # x2 is x_2, and not 2x
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)

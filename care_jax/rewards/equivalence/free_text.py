@@ -1,4 +1,4 @@
-"""Finds the answer in sentences, and what denies or hedges it."""
+"""Finds the answer in sentences, and what denies or hedges it; folds the case of words."""
 
 from __future__ import annotations
 
@@ -47,6 +47,73 @@ _STATES = re.compile(
     r"|yields?|conclude|becomes?|that)|[:=]) *$",
     re.IGNORECASE,
 )
+
+
+_LETTERS = "a-zA-ZÀ-ɏЀ-ӿ"  # not of Greek, whose letters are symbols
+_WORD = re.compile(rf"(?<![\\{_LETTERS}\d_])[{_LETTERS}]+(?![{_LETTERS}\d_^])")
+_SHORT_WORDS = frozenset(
+    [
+        "am",
+        "an",
+        "as",
+        "at",
+        "be",
+        "by",
+        "do",
+        "eu",
+        "go",
+        "he",
+        "hi",
+        "if",
+        "in",
+        "is",
+        "it",
+        "me",
+        "my",
+        "no",
+        "of",
+        "ok",
+        "on",
+        "or",
+        "pc",
+        "pm",
+        "so",
+        "to",
+        "tv",
+        "uk",
+        "up",
+        "us",
+        "we",
+    ]
+)
+_ARTICLE = re.compile(r"(?<![\w'])A(?= (?!(?:and|because)(?!\w))[a-z]{3})")
+_FORMULA_SIGN = re.compile(r"[\\^_=+*<>|]|/ ?(?:[\d(]|[^\W\d_](?![^\W\d_]))")
+_ONLY_PAIRS = re.compile(r"(?:(.)\1)+")
+
+
+def fold_words(text: str) -> str:
+    """The text with its words in lower case; other letters are symbols, and R is not r.
+
+    A word is short and common, or has three letters or more, in a formula five, of which only the
+    first or all may be capitals. `Mgh` is a product, because it has no vowel, and AA is a genotype.
+    The length does not change.
+    """
+    min_letters = 5 if _FORMULA_SIGN.search(text) else 3
+
+    def fold(match: re.Match) -> str:
+        word, lower = match.group(), match.group().lower()
+        if lower in _SHORT_WORDS and min_letters == 3:
+            return lower
+        is_title = word[0] != lower[0] and word[1:] == lower[1:]
+        is_symbols = _ONLY_PAIRS.fullmatch(lower) or (
+            is_title and lower.isascii() and not any(vowel in lower for vowel in "aeiouy")
+        )
+        is_word = len(lower) == len(word) >= min_letters and (
+            is_title or word.islower() or word.isupper()
+        )
+        return lower if is_word and not is_symbols else word
+
+    return _ARTICLE.sub("a", _WORD.sub(fold, text))
 
 
 def final_answer(text: str) -> str:

@@ -48,7 +48,7 @@ _NUMERAL_AFTER = re.compile(
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
 _BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
-_INDEX = re.compile(r"(?<=[a-z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
+_INDEX = re.compile(r"(?<=[a-zA-Z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
 _PREFIX = re.compile(
     r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: ?:)? | ?:(?: :)? ?))?",
     re.IGNORECASE,
@@ -224,8 +224,13 @@ def closing(text: str, start: int, opening: str = "{") -> int:
 
 def key(text: str) -> str:
     """Comparison key: no case, spaces, dollar signs, outer quotes, brackets around a character."""
+    return cased_key(text.casefold())
+
+
+def cased_key(text: str) -> str:
+    """`key` with the case of symbols: that of words alone is folded."""
     # A space between two digits is kept: it separates two numbers.
-    text = _LOOSE_SPACE.sub("", text.casefold().replace("$", ""))
+    text = _LOOSE_SPACE.sub("", free_text.fold_words(text).replace("$", ""))
     while len(text) > 2 and text[0] + text[-1] in _PAIRS:
         text = text[1:-1]
     text = _INDEX.sub(r"\1\2", text) if "_" in text else text  # x_1 is x1, and CO_2 is CO2
@@ -291,7 +296,7 @@ def marked(text: str) -> list[tuple[str, str]]:
 
 def variable(name: str) -> str:
     """The key of a name without its indices."""
-    return key(_SUBSCRIPT.sub("", name))
+    return cased_key(_SUBSCRIPT.sub("", name))
 
 
 def _is_name(text: str) -> bool:

@@ -8,7 +8,7 @@ from care_jax.rewards.equivalence import free_text
 
 _LETTER = re.compile(r"(?:OPTION |CHOICE )?[(\[]?([A-Z])[)\]]?[.:)]?")
 _NAMES_LETTER = re.compile(
-    r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$"
+    r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$|[(\[]?[a-z][)\]]?$"
     r"|.*(?<![a-zA-Z])(?i:option|choice|answer) (?!\d)"
 )
 _LABELLED = re.compile(r"[(\[]?([A-Z]|[a-z](?=\W+ ))(?:[)\]][.:]?|[.:)])(?= ?\S)")
@@ -48,9 +48,13 @@ def choice_letter(text: str, num_choices: int) -> str:
 
 
 def without(text: str, option: str) -> str:
-    """The text without the text of an option, wherever that stands apart from other words."""
+    """The text without that of an option, with words folded, where it stands apart from others."""
     pattern = rf"(?<![\w.])(?<!\d/){re.escape(option)}(?![\w%]|\.\d)"
-    return re.sub(pattern, " ", text, flags=re.IGNORECASE)
+    kept, start = [], 0
+    for match in re.finditer(pattern, free_text.fold_words(text)):
+        kept.append(text[start : match.start()])
+        start = match.end()
+    return " ".join([*kept, text[start:]])
 
 
 def is_letter(text: str) -> bool:
@@ -60,7 +64,7 @@ def is_letter(text: str) -> bool:
 
 
 def names_letter(text: str) -> bool:
-    """Whether a text is like `A. 15`, `option A` or `B = A`, which have no value but a letter."""
+    """Whether a text is like `A. 15`, `option A`, `B = A` or `a`, with no value but a letter."""
     return _NAMES_LETTER.match(text) is not None
 
 

@@ -161,6 +161,16 @@ EQUAL = [
     ("2.5bn", "$2,500,000,000"),
     ("0.\\overline{3}", "1/3"),
     ("1.1\\overline{6}", "7/6"),
+    # the case of words, and of units
+    ("NO", "No"),
+    ("a Red one", "A red one"),
+    ("Evelyn", "evelyn"),
+    ("bbc", "BBC"),
+    ("École", "école"),
+    ("yes/no", "Yes/No"),
+    ("Area = 5", "area = 5"),
+    ("b", "B"),
+    ("5 KG", "5 kg"),
 ]
 DIFFERENT = [
     ("", "7"),
@@ -313,6 +323,12 @@ DIFFERENT = [
     ("1.0.25", "0.25"),
     ("(3)", "(1)(3)"),
     ("$5 million", "$5"),
+    # the case of symbols in names, lists and products
+    ("T = 2t", "t = 2T"),
+    ("r=2, R=5", "R=2, r=5"),
+    ("AABB", "aabb"),
+    ("mga/2", "Mga/2"),
+    ("X > 3", "x > 3"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -335,6 +351,9 @@ ASKED_EQUAL = [
     ("f'(x) = x + x", "f'(x) = 2x"),
     ("A^T + B", "B + A^{T}"),
     ("x=\\pm 2", "x=2, x=-2"),
+    ("g \\frac{M-m}{M+m}", "\\frac{(M-m)g}{M+m}"),
+    ("R I^2", "I^2 R"),
+    ("\\Gamma + \\gamma", "\\gamma + \\Gamma"),
 ]
 ASKED_DIFFERENT = [
     ("3ABC", "3"),
@@ -349,6 +368,25 @@ ASKED_DIFFERENT = [
     ("A = 5", "A"),
     ("5 sqrt", "5"),
     ("2010 May", "2010"),
+    # the case of symbols
+    ("0", "\\pi(R^2-r^2)"),
+    ("\\pi(r^2-R^2)", "\\pi(R^2-r^2)"),
+    ("1", "\\frac{M}{m}"),
+    ("\\frac{m}{M}", "\\frac{M}{m}"),
+    ("g/2", "\\frac{Mg}{M+m}"),
+    ("a, b", "A, B"),
+    ("2M", "2m"),
+    ("Tt", "TT"),
+    ("Co", "CO"),
+    ("F(x)", "f(x)"),
+    ("V_1", "v_1"),
+    ("\\omega", "\\Omega"),
+    ("\\Gamma", "\\gamma"),
+    ("0.5772156649", "\\gamma"),
+    # capital I is a current, not the imaginary unit
+    ("IR", "I^2 R"),
+    ("I_1 R", "I_2 R"),
+    ("\\sqrt{-1} R", "IR"),
 ]
 
 

@@ -141,3 +141,15 @@ def test_options_that_differ_in_case_alone_are_told_apart():
             expected = "equal" if text == gold else "different"
             assert compare(text, gold, choices=genotypes) == expected
             assert compare("ABC"[index], gold, choices=genotypes) == expected
+
+
+def test_an_option_that_is_a_formula_is_named_with_the_case_of_its_symbols():
+    choices = ("\\frac{M}{m}", "\\frac{2M}{m}", "M - m")
+    for prediction in ("\\frac{M}{m}", "A. \\frac{M}{m}", "M/m", "\\frac{M}{m} (A)"):
+        assert is_equivalent(prediction, "A", choices=choices), prediction
+    for prediction in ("\\frac{m}{M}", "m/M", "A. \\frac{2M}{m}", "\\frac{m}{m}"):
+        assert not is_equivalent(prediction, "A", choices=choices), prediction
+    assert not is_equivalent("m - M", "C", choices=choices)
+    places = ("In the House", "On a hill")
+    for prediction in ("in the house", "A. in the house", "A, that is in the house"):
+        assert compare(prediction, "A", choices=places) == "equal", prediction
