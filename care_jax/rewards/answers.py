@@ -305,6 +305,12 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     key = notation.key if any(numbers) and _TWO_LETTERS.search(gold) else notation.cased_key
     if key(prediction) == key(gold):
         return True, "text"
+    compounds = joined.read_compound(prediction), joined.read_compound(gold)
+    if any(compounds):
+        one, other = (x or y for x, y in zip(compounds, numbers, strict=True))
+        if one and other:  # 90 may not be the minutes of 1 h 30 min
+            strict = limits._replace(units_matter=True)
+            return quantities.is_close(one, other, **strict._asdict()), "quantity"
     if clocks := _certain(joined.read_clock, *texts):
         return clocks[0].seconds == clocks[1].seconds, "time"
     if not any(numbers) and (is_same := joined.same_joined(*texts)) is not None:

@@ -162,7 +162,7 @@ def _is_close(gold: Any, prediction: Any, num_decimals: int, tolerance: float) -
 
 
 def _keep_case() -> None:
-    """Makes math_verify distinguish M from m, and both \\gamma and \\Gamma from the number 0.577."""
+    """Makes math_verify distinguish M from m, and \\gamma from the number 0.577."""
     import math_verify
     from latex2sympy2_extended import latex2sympy, symbols
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig

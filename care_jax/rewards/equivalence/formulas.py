@@ -31,8 +31,17 @@ _LETTER = re.compile(
     r"|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|omega)(?![a-z])"
 )
 _COEFFICIENT = re.compile(r"(?<=\d)[a-z]{3,4}(?![a-zA-Z])")
-# Two numbers, an outline number such as 1.0.25, and a Roman numeral such as II.
-_NO_FORMULA = re.compile(r"(?<!_)\d \d|\d\.\d+\.\d|II")
+# Words that may stand before a number in a formula.
+_BEFORE_NUMBER = "".join(
+    f"(?<!{word})" for word in (*_FUNCTIONS, "sqrt", "pi", "mod", "gcd", "lcm", "and", "or")
+)
+_PREPOSITION = "as|at|by|if|in|is|no|of|on|per|so|to|up|vs"
+# Two numbers, an outline number such as 1.0.25, a Roman numeral such as II, a number after a word
+# as in `5 ft 6 in` and `4 r 3`, and short words as in `2 in 5` and `30 N of W`; `v + at` is a sum.
+_NO_FORMULA = re.compile(
+    rf"(?<!_)\d \d|\d\.\d+\.\d|II|(?<![\\a-zA-Z_^])[a-zA-Z]+{_BEFORE_NUMBER} \d"
+    rf"|(?<=[\w)}}'] )(?:{_PREPOSITION}) (?=[\w\\-])|^(?:in|is|it|no|of|ok|on|or|so|to|up)$"
+)
 _FIRST_CJK = "\u2e80"
 _FIGURE = re.compile(r"(?:(?:m ?(?=\\?angle))?\\?(angle|triangle|square) ?)?\{? ?([A-Z]{3,4}) ?\}?")
 

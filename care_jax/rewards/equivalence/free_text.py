@@ -51,41 +51,10 @@ _STATES = re.compile(
 
 _LETTERS = "a-zA-ZÀ-ɏЀ-ӿ"  # not of Greek, whose letters are symbols
 _WORD = re.compile(rf"(?<![\\{_LETTERS}\d_])[{_LETTERS}]+(?![{_LETTERS}\d_^])")
-_SHORT_WORDS = frozenset(
-    [
-        "am",
-        "an",
-        "as",
-        "at",
-        "be",
-        "by",
-        "do",
-        "eu",
-        "go",
-        "he",
-        "hi",
-        "if",
-        "in",
-        "is",
-        "it",
-        "me",
-        "my",
-        "no",
-        "of",
-        "ok",
-        "on",
-        "or",
-        "pc",
-        "pm",
-        "so",
-        "to",
-        "tv",
-        "uk",
-        "up",
-        "us",
-        "we",
-    ]
-)
+_SHORT_WORDS = frozenset({
+    "am", "an", "as", "at", "be", "by", "do", "eu", "go", "he", "hi", "if", "in", "is", "it", "me",
+    "my", "no", "of", "ok", "on", "or", "pc", "pm", "so", "to", "tv", "uk", "up", "us", "we",
+})  # fmt: skip
 _ARTICLE = re.compile(r"(?<![\w'])A(?= (?!(?:and|because)(?!\w))[a-z]{3})")
 _FORMULA_SIGN = re.compile(r"[\\^_=+*<>|]|/ ?(?:[\d(]|[^\W\d_](?![^\W\d_]))")
 _ONLY_PAIRS = re.compile(r"(?:(.)\1)+")

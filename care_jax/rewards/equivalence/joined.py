@@ -1,4 +1,4 @@
-"""Compares numerals joined by signs: times of day, dates, ranges, scores, sizes and ratios.
+"""Compares numerals joined by signs or units: times, dates, ranges, scores, sizes, ratios, sums.
 
 Works on cleaned text and evaluates nothing.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from typing import NamedTuple
+
+from care_jax.rewards.equivalence import quantities
 
 _CLOCK = re.compile(
     r"(\d{1,2})(?: ?[:.] ?(\d{2}))?(?: ?: ?(\d{2}))?(?: ?h)? ?(a\.? ?m\.?|p\.? ?m\.?|o'?clock)?",
@@ -44,6 +46,38 @@ def read_clock(text: str) -> Clock | None:
     if half in ("a", "p"):
         hours = hours % 12 + 12 * (half == "p")
     return Clock(3600 * hours + 60 * minutes + seconds, is_certain)
+
+
+_SUMMAND = re.compile(r"(\d[\d.,/]*)( ?(?:[^\W\d]+|'{1,2}|\"))(?:,? (?:and )?|(?=\d)|$)")
+_ARC = {"degrees": 3600, "'": 60, "''": 1, '"': 1}
+_MAX_SUMMANDS = 4
+
+
+def read_compound(text: str) -> quantities.Number | None:
+    """A quantity in several units, ever smaller, such as 5 ft 6 in; None for any other text.
+
+    Its unit is the first one. In 5° 30' the others are minutes and seconds of arc.
+    """
+    parts: list[quantities.Number] = []
+    end = 0
+    while end < len(text):
+        match = _SUMMAND.match(text, end)
+        part = quantities.read_number("".join(match.groups())) if match else None
+        if part is None or not part.unit or len(parts) == _MAX_SUMMANDS:
+            return None
+        parts.append(part)
+        end = match.end()
+    units = [part.unit for part in parts]
+    sizes = _ARC if units[:1] == ["degrees"] else quantities.sizes_of(units)
+    if len(parts) < 2 or sizes is None or not set(units) <= sizes.keys():
+        return None
+    if any(part.is_percent for part in parts):
+        return None
+    if any(sizes[one] <= sizes[other] for one, other in zip(units, units[1:], strict=False)):
+        return None
+    total = sum(part.value * sizes[part.unit] for part in parts)
+    is_decimal = any(part.is_decimal for part in parts)
+    return quantities.Number(Fraction(total) / sizes[units[0]], False, units[0], is_decimal)
 
 
 # An unsigned number; a price may have a scale, $30k-$40k.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -297,10 +298,14 @@ def _conversion(unit: str, other: str) -> Fraction | None:
     for prefix, power in (("square ", 2), ("cubic ", 3), ("", 1)):
         if unit.startswith(prefix) and other.startswith(prefix):
             unit, other = unit.removeprefix(prefix), other.removeprefix(prefix)
-            for sizes in _SIZES_OF_UNITS:
-                if unit in sizes and other in sizes:
-                    return Fraction(sizes[unit], sizes[other]) ** power
+            if sizes := sizes_of((unit, other)):
+                return Fraction(sizes[unit], sizes[other]) ** power
     return None
+
+
+def sizes_of(units: Iterable[str]) -> dict[str, int] | None:
+    """The sizes of these units and others of their quantity; None if they measure different ones."""
+    return next((sizes for sizes in _SIZES_OF_UNITS if sizes.keys() >= set(units)), None)
 
 
 def split_unit(text: str) -> tuple[str, str]:

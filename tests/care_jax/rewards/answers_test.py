@@ -192,7 +192,8 @@ def test_symbolic_comparison_is_reached_through_is_equivalent():
      "answer is " * 20_000, "\\text{" * 50_000, "(" * 100_000, "1 000 " * 30_000,
      "x+y " + "cm " * 600, "x+y" + " ㎝" * 900, "°" * 1900, "\ufdfa" * 1900, "√1" * 900,
      "1/3 " + "trillion " * 200, "$5 " * 600, "\\$" * 900, "$ " * 900, "x²₁" * 600, "A, " * 600,
-     "b) " * 600, "US$" * 600 + "5", "5 " + "N\\cdot " * 200],
+     "b) " * 600, "US$" * 600 + "5", "5 " + "N\\cdot " * 200,
+     "1 h " * 500, "1h" * 900, "of " * 600, "R " * 900],
 )  # fmt: skip
 def test_reading_is_linear_in_the_length_of_the_text(text):
     start = time.process_time()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from care_jax.rewards.equivalence.joined import read_clock, same_joined
+from care_jax.rewards.equivalence.joined import read_clock, read_compound, same_joined
 
 quickly = settings(deadline=None, derandomize=True, max_examples=50)
 NUMERALS = st.lists(st.integers(0, 3000), min_size=2, max_size=4)
@@ -66,6 +66,17 @@ def test_ranges_and_sizes_are_read_and_differences_are_not(one, other, is_same):
 )
 def test_a_time_of_day_is_read_in_seconds(text, seconds, is_certain):
     assert read_clock(text) == (seconds, is_certain)
+
+
+@quickly
+@given(st.integers(0, 99), st.integers(1, 59), st.integers(1, 59))
+def test_a_sum_of_ever_smaller_units_is_one_quantity(hours, minutes, seconds):
+    value = read_compound(f"{hours} h {minutes} min {seconds} s").value
+    assert value * 3600 == 3600 * hours + 60 * minutes + seconds
+    assert read_compound(f"{hours} degrees {minutes}' {seconds}''").value == value
+    for text in (f"{hours} min {minutes} h", f"{hours} h {minutes} kg", f"{hours} h {minutes}",
+                 f"{hours} h", f"{hours} h {minutes} h", f"{hours}' {minutes}''"):  # fmt: skip
+        assert read_compound(text) is None, text
 
 
 def test_no_other_text_is_a_time():
