@@ -42,6 +42,8 @@ _NO_FORMULA = re.compile(
     rf"(?<!_)\d \d|\d\.\d+\.\d|II|(?<![\\a-zA-Z_^])[a-zA-Z]+{_BEFORE_NUMBER} \d"
     rf"|(?<=[\w)}}'] )(?:{_PREPOSITION}) (?=[\w\\-])|^(?:in|is|it|no|of|ok|on|or|so|to|up)$"
 )
+# Three or more capitals with plain numbers, such as C2H5OH or Ca(OH)2, whose order matters.
+_CHEMICAL = re.compile(r"(?=.*[a-zA-Z)]\d)\d*(?:\(?[A-Z][a-z]?\d*(?:\)\d*)?){3,}")
 _FIRST_CJK = "\u2e80"
 _FIGURE = re.compile(r"(?:(?:m ?(?=\\?angle))?\\?(angle|triangle|square) ?)?\{? ?([A-Z]{3,4}) ?\}?")
 
@@ -51,7 +53,7 @@ _PLAIN_NAME = re.compile(
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")
 _ROOT_OF_BRACKET = re.compile(r"(\\sqrt(?:\[\w\])?) ?\(")
 _CAPITAL_I = re.compile(r"\\[a-zA-Z]+|(I)")
-_INDEXED = re.compile(r"(?<![\\a-zA-Z^_])([a-zA-Z])(\d+)(?![\w.])")
+_INDEXED = re.compile(r"\\[a-zA-Z]+|(?<![\^_])([a-zA-Z])(\d+)(?![\d.])")
 _POWER = re.compile(r"\^ ?(?:\(([^()]*)\)|(-?\d{2,}|-\w))")
 _BRACKETS_SIDE_BY_SIDE = re.compile(r"(?<=\)) ?(?=\()|(?<![\^_\d.])(\d+(?:\.\d+)?) ?(?=\()")
 _TRIGONOMETRIC = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)")
@@ -75,7 +77,7 @@ def is_mathematics(text: str, other: str) -> bool:
     """
     if any(c in text for c in '"`@#?…') or "__" in text or _NO_FORMULA.search(text):
         return False
-    if any(c >= _FIRST_CJK for c in text):
+    if any(c >= _FIRST_CJK for c in text) or _CHEMICAL.fullmatch(text):
         return False
     text = _PLAIN_ROOT.sub(r"\1\\sqrt ", _PLAIN_NAME.sub(r"\1\\\2 ", _COEFFICIENT.sub("", text)))
     variables = set(_VARIABLE.findall(other))
@@ -116,7 +118,9 @@ def as_latex(text: str) -> str:
     )
     # The parser takes I for the imaginary unit, and drops its index and its power.
     text = _CAPITAL_I.sub(lambda m: "\\mathit{I}" if m.group(1) else m.group(), text)
-    text = _INDEXED.sub(r"\1_{\2}", text)  # x2 is x_2, and not 2x
+    text = _INDEXED.sub(  # x2 is x_2, and not 2x
+        lambda m: f"{m.group(1)}_{{{m.group(2)}}}" if m.group(1) else m.group(), text
+    )
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)
     if _TRIGONOMETRIC.search(text):  # degrees are the unit of its argument

@@ -5,6 +5,7 @@ Works on cleaned text and evaluates nothing.
 
 from __future__ import annotations
 
+import itertools
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -73,7 +74,7 @@ def read_compound(text: str) -> quantities.Number | None:
         return None
     if any(part.is_percent for part in parts):
         return None
-    if any(sizes[one] <= sizes[other] for one, other in zip(units, units[1:], strict=False)):
+    if any(sizes[one] <= sizes[other] for one, other in itertools.pairwise(units)):
         return None
     total = sum(part.value * sizes[part.unit] for part in parts)
     is_decimal = any(part.is_decimal for part in parts)

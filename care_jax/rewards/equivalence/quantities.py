@@ -304,7 +304,7 @@ def _conversion(unit: str, other: str) -> Fraction | None:
 
 
 def sizes_of(units: Iterable[str]) -> dict[str, int] | None:
-    """The sizes of these units and others of their quantity; None if they measure different ones."""
+    """The sizes of all units of one quantity; None if the given ones measure different ones."""
     return next((sizes for sizes in _SIZES_OF_UNITS if sizes.keys() >= set(units)), None)
 
 
