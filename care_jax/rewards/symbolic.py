@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from care_jax.rewards.worker_pool import WorkerPool
 
 _MEMORY_BYTES = 2 << 30  # address space of one worker
+_SMALL = 1e-3  # math_verify rounds numbers to six decimals
 _CACHE_SIZE = 65536  # questions whose outcome is cached
 
 
@@ -161,25 +162,45 @@ def _is_close(gold: Any, prediction: Any, num_decimals: int, tolerance: float) -
     return is_rounded or error <= tolerance * abs(expected)
 
 
-def _keep_case() -> None:
-    """Makes math_verify distinguish M from m, and \\gamma from the number 0.577."""
+def _make_exact() -> None:
+    """Makes math_verify distinguish M from m, \\gamma from 0.577, and tiny numbers."""
     import math_verify
     from latex2sympy2_extended import latex2sympy, symbols
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
-    cased = ConversionConfig(lowercase_symbols=False)
     changed: Any = math_verify
+    cased = ConversionConfig(lowercase_symbols=False)
     changed.parser.latex2sympy = functools.partial(latex2sympy, conversion_config=cased)
     changed.grader.sympy_compare_symbols = lambda gold, prediction: str(gold) == str(prediction)
     for name in ("gamma", "Gamma"):
         del symbols.sympy_singleton_map[name]
+    rounded_equal = changed.grader.sympy_numeric_eq
+
+    def equal(gold: Any, prediction: Any, num_decimals: int, *precision: int) -> bool:
+        is_equal = rounded_equal(gold, prediction, num_decimals, *precision)
+        return is_equal and (num_decimals < 6 or not _differ_in_size(gold, prediction))
+
+    changed.grader.sympy_numeric_eq = equal
+
+
+def _differ_in_size(gold: Any, prediction: Any) -> bool:
+    """Whether all coefficients are below 10⁻³ and some differ by 0.1% of the largest or more."""
+
+    def largest(value: Any) -> float:
+        return max(abs(complex(c)) for c in value.evalf(20).as_coefficients_dict().values())
+
+    try:
+        size = max(largest(gold), largest(prediction))
+        return size < _SMALL and largest(gold - prediction) > 1e-3 * size
+    except (AttributeError, TypeError, ValueError):  # a matrix, or no expression
+        return False
 
 
 def start(timeout: float) -> Callable[..., str]:
     """Sets the limits of this worker process and returns the function that answers questions."""
     for stream in (1, 2):  # parsers print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    _keep_case()
+    _make_exact()
 
     def out_of_time(signum, frame):
         raise _CpuTimeout
