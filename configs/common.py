@@ -233,7 +233,9 @@ def get_config() -> ConfigDict:
     care.robust = False  # True: μ, σ are the trimmed mean and the median absolute deviation
     care.rescue = True  # all-failed groups get a pseudo-anchor (sec:rescue)
     care.rescue_scale = 1.0  # advantages of a rescued group are multiplied by this
-    care.region_weights = True  # False: weight 1 on every sampled token
+    # False: weight 1 on every sampled token; with anchor_rule "random", since the shortest anchor
+    # then makes rationales vanish on a small task (docs/experiments/dose).
+    care.region_weights = True
     care.gamma_pos = 0.005  # γ⁺, weight of a correct rollout's rationale tokens; its answer: 1
     # Above 0, instead of gamma_pos: the rationale's share of a correct rollout's credit. gamma_pos
     # 0.005 gives 400 rationale tokens a share of 0.17 beside 10 answer tokens.

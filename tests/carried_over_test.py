@@ -1,7 +1,9 @@
 """Runs whose steps leave prompts to the next, and go on with them after a stop."""
 
+import gc
 import json
 import shutil
+import weakref
 
 import jax
 import numpy as np
@@ -9,7 +11,9 @@ import pytest
 from small_run import metrics_of, small_config, state_of, without_times
 
 from care_jax import main
+from care_jax.decoding.queue import DecodeQueue
 from care_jax.rl import carry_over
+from care_jax.rl.step_metrics import StepLog
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -20,6 +24,26 @@ def carrying(**changes):
     options |= {"rl.decode_prompts": 12, "rl.decode_rows": 2}
     options |= {"rl.top_p": 0.95, "rl.old_logp": "trainer", "rl.correction": "truncate"}
     return small_config(stages=("rl",), **(options | changes))
+
+
+def watched_slots(monkeypatch):
+    """The slots that steps leave to the next, and how many of these are there in each update."""
+    sets, counts = [], []
+    left_over, updating = DecodeQueue._left_over, StepLog.updating
+
+    def watched_left_over(*args):
+        found = left_over(*args)
+        sets.append(weakref.ref(found.slots))
+        return found
+
+    def watched_updating(self):
+        gc.collect()
+        counts.append(sum(each() is not None for each in sets))
+        updating(self)
+
+    monkeypatch.setattr(DecodeQueue, "_left_over", watched_left_over)
+    monkeypatch.setattr(StepLog, "updating", watched_updating)
+    return sets, counts
 
 
 @pytest.mark.parametrize(
@@ -50,7 +74,9 @@ def test_a_run_resumes_with_what_was_in_flight(tmp_path, monkeypatch, changes):
         return found
 
     monkeypatch.setattr(carry_over, "restored", watched)
+    sets, counts = watched_slots(monkeypatch)
     main.run_stages(carrying(checkpoint_every=1, **changes), resumed)
+    assert len(sets) == 2 and counts == [1, 1]
     assert kinds == [{"pinned_host" if "model.offload" in changes else "device"}]
     steps = metrics_of(whole)
     assert without_times(metrics_of(resumed)) == without_times(steps[2:])

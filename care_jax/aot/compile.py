@@ -160,7 +160,7 @@ def fit(
         if memory is not None and mean_response is not None:
             in_flight = fastest(run, chips.chip, memory, mean_response)
     if is_evaluated(config):
-        programs += _evaluation_programs(run)
+        programs += _evaluation_programs(run, expected or largest)
     if not programs:
         raise ValueError(
             f'stages must contain "sft", "rl" or "evaluate", got {tuple(config.stages)}; add one'
@@ -225,7 +225,7 @@ def _rollout_programs(
     adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
-    kept += _slots_between(run, expected or largest)
+    kept += (between := _slots_between(run, expected or largest))
     layout = workload.layout(run, is_decoding=True)
     moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
     beside = kept - shapes.num_bytes(state.params)
@@ -235,17 +235,17 @@ def _rollout_programs(
         return [reshard], None
     keeps_routes = bool(config.text.num_experts)
 
-    def decoding(name, number, *schedules):
+    def decoding(name, number, kept, *schedules):
         programs = compile_decoder(
             run, **sampling_of(run)[number]._asdict(), keeps_routes=keeps_routes
         )
         sizes = rollout_sizes(run)[number]
         return _decode_programs(run, programs, params, kept, name, sizes, *schedules)
 
-    compiled = decoding("rl decode", 0, largest.decoding, expected and expected.decoding)
+    compiled = decoding("rl decode", 0, kept, largest.decoding, expected and expected.decoding)
     if shapes.num_rows(run) > rl.num_rollouts:
         schedules = largest.reflecting, expected and expected.reflecting
-        compiled += decoding("rl reflect", 1, *schedules)
+        compiled += decoding("rl reflect", 1, kept + between, *schedules)  # those of both steps
 
     fixed = kept + shapes.num_bytes(params)
     needed = [program.total - fixed for program in compiled]
@@ -253,14 +253,19 @@ def _rollout_programs(
     return [reshard, *compiled], Memory(chip.hbm, fixed, pairs)
 
 
-def _evaluation_programs(run: Run) -> list[Program]:
-    """The decode programs of an evaluation; during a stage its state stays on the devices."""
+def _evaluation_programs(run: Run, step: StepSizes | None) -> list[Program]:
+    """The decode programs of an evaluation; during a stage its state stays on the devices.
+
+    `step` is a step of "rl", which may leave slots to the next.
+    """
     base = lora.without(abstract_params(run))
     kept = shapes.num_bytes(base)
     for stage in evaluated_stages(run.config):
         state = abstract_state(run, make_adamw(run, stage))
-        reference = _reference_bytes(run, state) if stage == "rl" else 0
-        kept = max(kept, shapes.num_bytes(state) + reference)
+        beside = 0
+        if stage == "rl" and step is not None:
+            beside = _reference_bytes(run, state) + _slots_between(run, step)
+        kept = max(kept, shapes.num_bytes(state) + beside)
     layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
     params = sharding.abstract(jax.eval_shape(compile_to_decode_layout(run), base), layout)
     settings = run.config.evaluate

@@ -60,8 +60,8 @@ class Memory:
         return parts * bisect.bisect_right(numbers, self.chip, key=needed)
 
 
-def fastest(run: Run, chip: Chip, memory: Memory, mean_response: float) -> InFlight:
-    """The numbers that decode a step of drawn lengths fastest, of those that should fit."""
+def fastest(run: Run, chip: Chip, memory: Memory, mean_response: float) -> InFlight | None:
+    """The numbers that decode a step of drawn lengths fastest, of those that should fit, if any."""
     rl = run.config.rl
     parts = sharding.num_shards(run.decode_batch_sharding)
 
@@ -73,13 +73,15 @@ def fastest(run: Run, chip: Chip, memory: Memory, mean_response: float) -> InFli
 
     configured = min(rl.decode_rows, rl.num_rollouts)
     now = seconds(rl.decode_prompts, configured)
-    best = InFlight(rl.decode_prompts, configured, 1.0)
+    best = None
+    if memory.needed(run, rl.decode_prompts, configured) <= memory.chip:
+        best = InFlight(rl.decode_prompts, configured, 1.0)
     for num_rows in {min(2**i, rl.num_rollouts) for i in range(rl.num_rollouts.bit_length() + 1)}:
         most = memory.most_prompts(run, num_rows)
         for step in (parts, _ALIGNED * parts):
             if number := most // step * step:
-                share = seconds(number, num_rows) / now
-                best = min(best, InFlight(number, num_rows, share), key=lambda each: each.share)
+                other = InFlight(number, num_rows, seconds(number, num_rows) / now)
+                best = other if best is None or other.share < best.share else best
     return best
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ from care_jax.devices import sharding, streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.standard_streams import outlive_readers
 from care_jax.method import credit
+from care_jax.method.advantages import is_mixed
 from care_jax.method.objectives import objective_of
 from care_jax.packing.layout import at_rows, at_tokens
 from care_jax.packing.plan import RowPlan
@@ -111,7 +113,7 @@ def align(
 
     Raises:
         ValueError: the questions do not fill three steps or more, or the temperature or top-p of
-            the rollouts is not 1.
+            the rollouts is not 1, or no group has both right and wrong responses.
     """
     run = _with(run, {"rl.objective": "care", "care.reflect": True, "care.beta": 0.0})
     run = _with(run, {"rl.correction": "none", "rl.carry_over": 0.0, "rl.row_lengths": 1})
@@ -128,6 +130,11 @@ def align(
             "gradient is of the accuracy at temperature 1; set them to 1"
         )
     steps = [*_sampled(run, params, examples, num_questions // rl.prompts_per_step)]
+    if not any(jax.vmap(is_mixed)(_first_decode(step.groups)[1].acc).any() for step in steps):
+        raise ValueError(
+            f"no group of {num_questions} questions has both right and wrong responses, so that "
+            "the gradient of the accuracy is 0; raise --questions or take another checkpoint"
+        )
     gradient = _compile_gradient(run, params)
 
     def gradients(credit_of: Callable[[Groups], Credit]) -> list[Any]:
@@ -143,9 +150,10 @@ def align(
             show_part(f"{name} {part}")
             kept = functools.partial(_part_of, run, credit_of, part)
             measured.append(_measure(name, part, gradients(kept), truth))
-    whole = measured[0]
+    # A gain of the gradient itself that is not above 0 is noise, and no unit.
+    gain, adam_gain = (x if x > 0 else math.nan for x in (measured[0].gain, measured[0].adam_gain))
     return [
-        each._replace(gain=each.gain / whole.gain, adam_gain=each.adam_gain / whole.adam_gain)
+        each._replace(gain=each.gain / gain, adam_gain=each.adam_gain / adam_gain)
         for each in measured
     ]
 

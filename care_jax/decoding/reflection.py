@@ -105,5 +105,8 @@ def without_context(
         routes=None if routes is None else np.full_like(routes, -1),  # of another context
         is_forced=is_opening,
     ), dataclasses.replace(
-        scores, is_think=shift(scores.is_think, False), is_answer=shift(scores.is_answer, False)
+        scores,
+        is_think=shift(scores.is_think, False),
+        is_answer=shift(scores.is_answer, False),
+        num_think=np.maximum(np.asarray(scores.num_think) - (num_forced - num_kept)[..., 0], 0),
     )

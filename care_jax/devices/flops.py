@@ -47,7 +47,7 @@ CHIPS = {
     "a100-40": Chip(312e12, 0.9 * 39.39 * GIB, 1555e9, 300e9, 25e9),
     "a100": Chip(312e12, 0.9 * 79.25 * GIB, 2039e9, 300e9, 25e9),
     "h100": Chip(989e12, 0.9 * 79.1 * GIB, 3350e9, 450e9, 50e9),
-    "h200": Chip(989e12, 0.9 * 141.0 * GIB, 4800e9, 450e9, 50e9),
+    "h200": Chip(989e12, 0.9 * 139.7 * GIB, 4800e9, 450e9, 50e9),
 }
 # Dense bfloat16 FLOPs per second, by JAX's `device_kind`.
 PEAK_FLOPS = {

@@ -83,8 +83,9 @@ function evaluationsOf(run) {
     const known = stage.steps.map((_, index) => index).filter((index) => at(stage, index).size);
     if (isAfter(stage)) add(stage.name === "evaluate_start" ? "at the start" : stage.name.replace("evaluate_", "after "), at(stage, known[0]));
     else if (stage.name.endsWith("_eval")) {
-      if (!found.length) add(`${name} step ${format(stage.steps[known[0]])}`, at(stage, known[0]));
-      const isLast = i === last && !own.slice(i).some(isAfter) && known.length > 1;
+      const isFirst = !found.length;
+      if (isFirst) add(`${name} step ${format(stage.steps[known[0]])}`, at(stage, known[0]));
+      const isLast = i === last && !own.slice(i).some(isAfter) && (known.length > 1 || !isFirst);
       if (isLast) add(`${name} step ${format(stage.steps[known.at(-1)])}`, at(stage, known.at(-1)));
     }
   });

@@ -63,6 +63,8 @@ CHARTS = (
     ("Host", "count", ("host/open_files", "host/threads", "host/programs_*")),
     ("Decoded so far", "tokens", ("decoded_tokens",)),
     ("Verifier", "calls", ("verifier/*",)),
+    ("Not judged", "share of responses", ("not_judged",)),
+    ("Age of tokens", "share of tokens", ("age/*",)),
     ("Left out so far", "examples", ("left_out/*",)),
 )
 _SMALL_MULTIPLES = ("Accuracy by source",)  # a panel per metric, all with one scale

@@ -25,6 +25,7 @@ OUTCOMES = (
     "contrasted",  # an anchor and its negatives, no reflected row
     "rescued",
     "mixed",  # some correct and some wrong, under an objective without roles
+    "equal acc",  # an update from other differences in reward, such as of the format
     "all correct",
     "all wrong",
     "no update",
@@ -107,11 +108,11 @@ def outcome(group: Groups) -> str:
         if has_update:
             return "repaired" if acc[-1] >= 1 else "not repaired"
         acc = acc[: len(group.subgroup.is_negative)]
+    if has_update:
+        return "mixed" if acc.max() > acc.min() else "equal acc"
     if (acc >= 1).all():
         return "all correct"
-    if (acc <= 0).all():
-        return "all wrong"
-    return "mixed" if has_update else "no update"
+    return "all wrong" if (acc <= 0).all() else "no update"
 
 
 def roles(group: Groups) -> list[str]:
@@ -155,7 +156,8 @@ def _response(
     rollouts, scores = group.rollouts, group.scores
     text = "".join(_texts(rollouts, row, wording))
     has_answer = bool(scores.has_answer[row])
-    answer = text.partition("<answer>")[2].partition("</answer>")[0].strip()
+    # Of the text that was judged: the row may lack its context, see `reflection.without_context`.
+    answer = group.texts[row].partition("<answer>")[2].partition("</answer>")[0].strip()
     acc, reason = float(scores.acc[row]), group.reasons[row]
     notes = {
         "no answer span": not has_answer,

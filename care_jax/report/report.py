@@ -63,7 +63,14 @@ class Report:
 
     def begin(self, start_step: int) -> None:
         """Drops the steps that the run will repeat."""
-        for path in (self._former, self._rollouts, *([self._shown] if self._is_writer else [])):
+        paths = [self._former, self._rollouts]
+        if self._is_writer:  # also of processes that an earlier start had and this one has not
+            folder, number = self.path.parent, jax.process_count()
+            while (later := folder / f"rollouts_{number}.jsonl").exists():
+                paths += [later, later.with_suffix(".1.jsonl")]
+                number += 1
+            paths.append(self._shown)
+        for path in paths:
             keep_records(path, lambda record: record["step"] < start_step)
         kept = {step: groups for step, groups in self._run.steps.items() if step < start_step}
         self._run.steps = kept

@@ -19,6 +19,7 @@ from care_jax.devices import distributed
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.flops import PEAK_FLOPS, model_flops
 from care_jax.method import diagnostics
+from care_jax.method.advantages import overlong_penalty
 from care_jax.packing.plan import RowPlan, fill_of
 from care_jax.report.console import print_line
 from care_jax.report.groups import Wording
@@ -143,7 +144,9 @@ class StepLog:
         self.stage.log(step, metrics, names)
         for warning in self._collapse.warnings(step, metrics):
             print_line(warning)
-        shown = self._report.add(step, groups, is_logged=self.stage.is_logged(step))
+        shown = self._report.add(
+            step, with_penalty(groups, run.objective.overlong), is_logged=self.stage.is_logged(step)
+        )
         run.metrics.show("rl", step, shown)
         self._seconds = time.perf_counter() - began
 
@@ -245,6 +248,21 @@ def ages_of(run: Run, groups: Groups) -> dict[str, float]:
         total[: len(each)] += each
     shares = {f"age/{age}": float(n / total.sum()) for age, n in enumerate(total)}
     return shares | {"oldest_age": len(total) - 1}
+
+
+def with_penalty(groups: Groups, overlong: Mapping[str, int] | None) -> Groups:
+    """The groups with DAPO's penalty for length among the components that the report shows.
+
+    `overlong`: see `Objective`; None for objectives without the penalty.
+    """
+    if overlong is None:
+        return groups
+    penalty = np.asarray(overlong_penalty(groups.rollouts.is_valid.sum(-1), **overlong))
+    components = np.empty(penalty.shape, object)
+    for place in np.ndindex(*penalty.shape):
+        own = {} if groups.components is None else groups.components[place]
+        components[place] = own | ({"overlong penalty": penalty[place]} if penalty[place] else {})
+    return dataclasses.replace(groups, components=components)
 
 
 def open_report(run: Run) -> Report:

@@ -98,6 +98,7 @@ def train(
             )
             del decode_params  # frees memory for the update
             log.rolled_out(step)
+            carried = going_on  # from here on the step is not broken off; frees the old slots
 
             groups = assign_credit(run, programs, choose_mixed(draws))
             everyone = gather_groups(groups)
@@ -126,7 +127,7 @@ def train(
 
             del each, on_devices
             log.updating()
-            carried = going_on and going_on.aged()
+            carried = carried and carried.aged()
             written = step, draws, groups, everyone, plans, updates
             stage.finish(step, functools.partial(log.write, *written))
         log.close()

@@ -16,6 +16,7 @@ OUTCOMES = (
     "contrasted",
     "rescued",
     "mixed",
+    "equal acc",
     "all correct",
     "all wrong",
     "no update",

@@ -34,6 +34,8 @@ from perf.first_hour.parts import Compilations, Timed, attempt
 
 # TPU topologies of one host, by its number of chips.
 _SHAPES = {1: "1x1", 4: "2x2", 8: "2x4"}
+# Those that GPUS has the name of a like card for.
+_GPUS_BY_ANOTHER_NAME = {"a10g": "NVIDIA A10G", "l40s": "NVIDIA L40S"}
 _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 
 
@@ -130,7 +132,7 @@ class Update:
 def topology_of(device_kind: str, num_devices: int) -> str | None:
     """The devices as a topology of `care_jax.aot`; None if there is no such topology."""
     for kind, (name, *_) in GPUS.items():
-        if device_kind == name:
+        if device_kind in (name, _GPUS_BY_ANOTHER_NAME.get(kind)):
             return f"{kind}:{num_devices}"
     if device_kind not in _TPUS or num_devices not in _SHAPES:
         return None

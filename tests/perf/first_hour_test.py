@@ -308,6 +308,8 @@ def test_rates_count_operations_and_bytes(monkeypatch):
     [
         ("NVIDIA H100 80GB HBM3", 8, "h100:8"),
         ("NVIDIA H200", 1, "h200:1"),
+        ("NVIDIA L40S", 1, "l40s:1"),
+        ("NVIDIA A10G", 4, "a10g:4"),
         ("TPU v5 lite", 1, "v5e:1x1"),
         ("TPU v5p", 4, "v5p:2x2x1"),
         ("TPU v6 lite", 8, "v6e:2x4"),

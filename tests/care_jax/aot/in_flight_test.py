@@ -68,5 +68,14 @@ def test_many_rows_are_fastest_if_steps_read_weights_and_few_if_they_compute(run
     run.config.rl.carry_over = 1.0  # no tail of a step, in which most of the 64 slots are idle
     carrying = fastest(run, chip(1.0, 1e15), memory, MEAN)
     assert carrying.num_rows == 1 and carrying.share < 0.95 * computes.share
-    none = Memory(0, 0, memory.programs)
-    assert fastest(run, chip(1.0), none, MEAN) == InFlight(16, 2, 1.0)
+
+
+def test_numbers_that_do_not_fit_are_never_the_fastest(policy, tmp_path):
+    run = run_of(policy, tmp_path, 16, 4)
+    programs = ((slots(run), slots(run)),)
+    assert fastest(run, chip(1.0), Memory(0, 0, programs), MEAN) is None
+    reads = chip(1e15, 1.0)
+    assert fastest(run, reads, Memory(slots(run), 0, programs), MEAN) == InFlight(16, 4, 1.0)
+    small = Memory(slots(run) * 3 // 4, 0, programs)
+    found = fastest(run, reads, small, MEAN)
+    assert small.needed(run, found.num_prompts, found.num_rows) <= small.chip and found.share > 1

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from care_jax.batch import Groups, Scores
 from care_jax.commands import gradients
 from care_jax.learning.logprobs import score_rows
 from care_jax.run.stage import forward_options
@@ -64,6 +65,16 @@ def sampled(opened):
     changes = {"rl.row_lengths": 1, "rl.microbatch_size": 1, "care.beta": 0.0, "seed": 1}
     run = gradients._with(run, changes)
     return run, [*gradients._sampled(run, opened.params, opened.examples, 3)]
+
+
+def test_a_checkpoint_without_a_mixed_group_has_no_gradient(opened, monkeypatch):
+    scores = Scores(**dict.fromkeys(field.name for field in dataclasses.fields(Scores)))
+    scores = dataclasses.replace(scores, acc=np.eye(5)[-1:])  # the reflected row alone is right
+    groups = Groups(rollouts=None, scores=scores)
+    monkeypatch.setattr(gradients, "_sampled", lambda *_: [gradients.Step(groups, [])])
+    run = gradients._with(opened.run, {"rl.prompts_per_step": 2, "rl.prompts_per_update": 2})
+    with pytest.raises(ValueError, match=r"no group of 8 questions has both right .* --questions"):
+        gradients.align(run, opened.params, opened.examples, 8)
 
 
 @pytest.mark.exhaustive

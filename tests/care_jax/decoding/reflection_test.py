@@ -86,7 +86,7 @@ def test_rows_without_context_keep_the_tag_and_what_was_sampled():
         *(np.ones((2, 1)),) * 3,
         is_think=is_valid & ~is_answer,
         is_answer=is_answer,
-        num_think=jnp.ones((2, 1)),
+        num_think=jnp.array([[2], [1]]),
         num_answer=jnp.ones((2, 1)),
         has_answer=np.ones((2, 1), bool),
     )
@@ -99,3 +99,4 @@ def test_rows_without_context_keep_the_tag_and_what_was_sampled():
     np.testing.assert_array_equal(rollouts.drawn_logp, 2 * rollouts.logp)
     np.testing.assert_array_equal(scores.is_answer, rollouts.tokens >= 8)
     np.testing.assert_array_equal(scores.is_think, rollouts.is_valid & (rollouts.tokens <= 7))
+    np.testing.assert_array_equal(scores.num_think, [[1], [1]])

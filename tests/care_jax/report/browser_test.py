@@ -352,6 +352,21 @@ def test_an_evaluation_has_its_change_since_the_start(opened, tmp_path):
     assert changes == ["+0.5", "", "−0.5"]
 
 
+def test_the_only_evaluation_of_the_last_stage_is_compared_with_the_first(opened, tmp_path):
+    lines = [
+        {"stage": "evaluate_sft", "step": 0, "acc": 0.25},
+        {"stage": "rl", "step": 99, "acc": 0.5},
+        {"stage": "rl_eval", "step": 100, "acc": 0.75},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = Report(tmp_path, **SETTINGS)
+    report.write()
+    opened.open(report.path)
+    columns = ["Evaluation", "after sft", "rl step 100", "change"]
+    assert text_of(opened, "#evaluations th") == [*columns, "acc"]
+    assert text_of(opened, "#evaluations .delta") == ["+0.5"]
+
+
 def test_what_the_run_is_stands_on_top(opened):
     facts = dict(zip(text_of(opened, ".facts th"), text_of(opened, ".facts td"), strict=True))
     assert facts["Objective"] == "CARE" and facts["Data"] == HOSTILE

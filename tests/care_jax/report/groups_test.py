@@ -122,6 +122,26 @@ def test_a_group_without_an_update_says_why(acc, outcome):
     assert groups.outcome(without.take(0)) == outcome
 
 
+@pytest.mark.parametrize("acc", [(0, 0, 0, 0), (1, 1, 1, 1)])
+def test_a_group_that_is_trained_on_its_format_says_so(acc):
+    """As under GRPO, where one of eight wrong answers is malformed."""
+    sampled = make_sampled(acc=acc, repair=None, has_roles=False)
+    assert groups.outcome(sampled.take(0)) == "equal acc"
+
+
+def test_an_answer_is_shown_that_the_row_has_lost_with_its_context():
+    """As under `prompt_only` with a cue that ends in the answer tag."""
+    sampled = make_sampled(given=CONTEXT + CUE, repair=REPAIR)
+    is_forced = sampled.rollouts.is_forced
+    tokens = np.where(is_forced, 32, sampled.rollouts.tokens)
+    tokens[0, -1][tokens[0, -1] == ord("<")] = 32
+    shifted = sampled.replace(rollouts=sampled.rollouts.replace(tokens=tokens))
+    group = describe(shifted)
+    (reflected,) = [each for each in group["responses"] if each["role"] == "reflected"]
+    assert "<answer>" not in reflected["text"] and reflected["answer"] == "2"
+    assert group["repair"]["after"] == "2"
+
+
 def test_a_slot_without_a_reflected_row_is_left_out():
     sampled = make_sampled().replace(has_reflection=np.array([False]))
     group = describe(sampled)

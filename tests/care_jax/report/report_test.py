@@ -134,6 +134,18 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path, make_report):
     ]
 
 
+def test_steps_of_processes_that_are_gone_are_dropped_too(tmp_path, make_report):
+    """A resume may have fewer processes."""
+    made = make_report()
+    for step in range(4):
+        made.add(step, make_sampled())
+    for name in ("rollouts_1.jsonl", "rollouts_2.jsonl", "rollouts_2.1.jsonl"):
+        (tmp_path / name).write_bytes((tmp_path / "rollouts.jsonl").read_bytes())
+    make_report().begin(2)
+    for path in tmp_path.glob("rollouts*.jsonl"):
+        assert [line["step"] for line in lines(path)] == [0, 1], path
+
+
 def test_a_response_with_line_separators_of_unicode_survives_a_resume(tmp_path, make_report):
     strange = "<think>one\u2028two\u0085three</think><answer>2</answer>"
     make_report().add(0, make_sampled(texts=(strange, WRONG, HOSTILE, RIGHT)))

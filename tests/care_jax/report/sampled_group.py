@@ -92,6 +92,7 @@ def make_sampled(
         ),
         credit=Credit(value[:, :num_rows] / 2, *[None] * 4),
         has_reflection=np.array([repair is not None]),
+        texts=np.array([[given + written for given, written in rows]], object),
         reasons=np.array([reasons[: acc.shape[1]]], object),
         subgroup=Subgroup(
             anchor=np.array([0]),

@@ -203,6 +203,18 @@ def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, monkeypa
     assert metrics == {"train_tflops_per_second": pytest.approx(worth / 4e12), "train_mfu": 0.25}
 
 
+def test_the_report_shows_dapos_penalty_for_length(groups):
+    """|y| beyond 5 of 8 tokens costs up to 0.5; other objectives show components as they are."""
+    overlong = {"max_tokens": 8, "cache_tokens": 3}
+    assert step_metrics.with_penalty(groups, None) is groups
+    is_valid = groups.rollouts.is_valid
+    num_tokens = np.resize([5, 8], is_valid.shape[:2])
+    is_valid = np.arange(is_valid.shape[-1]) < num_tokens[..., None]
+    given = groups.replace(rollouts=groups.rollouts.replace(is_valid=is_valid))
+    found = step_metrics.with_penalty(given, overlong).components
+    assert [*found.flat] == [{}, {"overlong penalty": -0.5}] * (num_tokens.size // 2)
+
+
 @pytest.fixture
 def unbroken(run_loop):
     return run_loop()
