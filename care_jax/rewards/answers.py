@@ -29,7 +29,6 @@ from care_jax.rewards.equivalence import (
 )
 from care_jax.rewards.symbolic import Question, SymbolicPool
 
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 _MAX_UNITS = 8  # at the end of an answer
 
@@ -106,11 +105,13 @@ def compare(
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different: empty"
-    if not choices and options.is_letter(gold) and options.names_letter(prediction):
-        letter = options.choice_letter(prediction, len(_LETTERS))
-        return _outcome(letter == options.choice_letter(gold, len(_LETTERS)), "option")
     if choices:
         return _compare_choice(prediction, gold, _clean_choices(tuple(choices)), same)
+    if options.is_letter(gold) and (letter := options.letter_of(prediction)) is not None:
+        return _outcome(letter == gold.strip("()[]"), "option")
+    letters = options.spelled_letters(gold)
+    if letters and letters == options.spelled_letters(prediction):
+        return _outcome(True, "set of options")
     return same(prediction, gold)
 
 
@@ -141,13 +142,13 @@ def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
         if known.count(name) == 1:  # options may differ in case alone
             return {known.index(name)}
     num_choices = len(choices.texts)
-    if len(text) == 1 and (index := _LETTERS.find(text.upper())) >= 0:
+    if len(text) == 1 and (index := options.LETTERS.find(text.upper())) >= 0:
         return {index} if index < num_choices else set()
     if quantities.read_number(text):  # 5 A is in amperes
         return set()
     label, rest = options.label(text)
     named = set()
-    if label and (own := _LETTERS.index(label)) < num_choices:
+    if label and (own := options.LETTERS.index(label)) < num_choices:
         if notation.cased_key(rest) == choices.keys[own]:
             return {own}
         if quantities.read_number(rest):
@@ -162,7 +163,7 @@ def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
             text = rest
             named.add(index)
     letter = options.choice_letter(text, num_choices)
-    return {_LETTERS.index(letter), *named} if letter else set()
+    return {options.LETTERS.index(letter), *named} if letter else set()
 
 
 def _fitting_options(text: str, choices: Iterable[str], same: Callable) -> set[int]:
@@ -186,7 +187,7 @@ def _compare_choice(
         same_letters = options.choice_letters(prediction, len(texts)) == letters
         return _outcome(same_letters, "set of options")
     if gold_index >= 0:
-        if keys[gold_index].upper() == _LETTERS[gold_index]:
+        if keys[gold_index].upper() == options.LETTERS[gold_index]:
             return "different: no option"  # options shown as pictures have no text to compare
         outcome = same(prediction, texts[gold_index])
         if isinstance(outcome, Question) or not is_equal(outcome):

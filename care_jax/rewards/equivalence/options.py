@@ -6,12 +6,28 @@ import re
 
 from care_jax.rewards.equivalence import free_text
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LETTER = re.compile(r"(?:OPTION |CHOICE )?[(\[]?([A-Z])[)\]]?[.:)]?")
 _NAMES_LETTER = re.compile(
     r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$|[(\[]?[a-z][)\]]?$"
+    r"|[A-Z](?:, | (?:is|because|since)(?![a-zA-Z]))"
     r"|.*(?<![a-zA-Z])(?i:option|choice|answer) (?!\d)"
+    r"|(?!.*[不非没错除]).*(?:选项?|答案(?:[是为:]|应?选)?) ?[A-Z](?![a-zA-Z\d])|[A-Z] ?项"
 )
 _LABELLED = re.compile(r"[(\[]?([A-Z]|[a-z](?=\W+ ))(?:[)\]][.:]?|[.:)])(?= ?\S)")
+# What follows the letter of an option in a sentence about it, and not its text.
+_PREDICATE = re.compile(
+    r"(?:is|was|does|has|seems|must|should|would|could|cannot be (?:right|correct|true)"
+    r"|can't|isn't|wasn't|doesn't)(?![a-zA-Z])"
+)
+# In the text of an option another letter follows a noun, `Point A`, or is in a formula, `F = ma`.
+_OTHER_OPTION = re.compile(
+    r"(?:^|[.,;:?!/|&(\[。]|(?<![a-zA-Z])(?:or|and|but|not|no|maybe|perhaps|possibly|probably|rather|instead"
+    r"|wait|actually|hmm|now|so|thus|then|hence|therefore|is|it's|be|to|than|think|choose|pick|option"
+    r"|choice|answer)) ?[(\[]?(?!I(?![a-zA-Z]))(?-i:[A-Z])(?![\w'])(?! ?[=+\-*/^\\<>(])"
+    r"|(?<![\w(\[])[(\[]?[A-Za-z](?:[)\]][.:]?|[.:])(?= ?\S)",
+    re.IGNORECASE,
+)
 # An A or I before a lower-case word, except a few such as "is", is an article or a pronoun.
 _STANDALONE = re.compile(
     r"(?<![a-zA-Z\d\\'_])([B-HJ-Z]|[AI](?! (?!(?:and|or|is|because)\b)(?-i:[a-z])))(?![a-zA-Z\d'_])"
@@ -30,7 +46,7 @@ def choice_letter(text: str, num_choices: int) -> str:
     wrong" nothing. A small letter chooses as a label alone, "b) 45", but makes "A and b" two.
     """
     text = text.strip()
-    allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices])
+    allowed = set(LETTERS[:num_choices])
     if match := _LETTER.fullmatch(text.upper()):
         return match.group(1) if match.group(1) in allowed else ""
     clauses = _CLAUSE.split(_BRACKETED.sub(r" \1 ", text))
@@ -63,9 +79,25 @@ def is_letter(text: str) -> bool:
     return len(letter) == 1 and "A" <= letter <= "Z"
 
 
-def names_letter(text: str) -> bool:
-    """Whether a text is like `A. 15`, `option A`, `B = A` or `a`, with no value but a letter."""
-    return _NAMES_LETTER.match(text) is not None
+def letter_of(text: str) -> str | None:
+    """The letter of `A. 15`, `option A` or `a`, of options that are not known.
+
+    Empty if it is in doubt, as of `A. 15 or B` and `B = A`; None for a text that is a value.
+    """
+    text = text.replace("*", "")
+    letter, rest = label(text)
+    is_sentence = _PREDICATE.match(rest) is not None
+    if letter and is_sentence and free_text.NEGATION.search(rest):
+        return ""
+    if letter and not is_sentence and not _OTHER_OPTION.search(rest):
+        return letter
+    return choice_letter(text, len(LETTERS)) if letter or _NAMES_LETTER.match(text) else None
+
+
+def spelled_letters(text: str) -> str:
+    """The letters of `A, C` or `AC`, in their order; empty for any other text."""
+    letters = _BETWEEN_LETTERS.sub("", text)
+    return letters if len(choice_letters(letters, len(LETTERS))) > 1 and letters.isupper() else ""
 
 
 def label(text: str) -> tuple[str, str]:
@@ -77,6 +109,6 @@ def label(text: str) -> tuple[str, str]:
 def choice_letters(text: str, num_choices: int) -> frozenset[str]:
     """The option letters of a text such as `AC` or `A, C and D`; empty for any other text."""
     letters = _BETWEEN_LETTERS.sub("", text).upper()
-    allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
+    allowed = LETTERS[:num_choices]
     is_choice = len(set(letters)) == len(letters) and all(letter in allowed for letter in letters)
     return frozenset(letters if is_choice else "")
