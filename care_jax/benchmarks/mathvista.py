@@ -3,8 +3,9 @@
 Published rules: a judge extracts the answer from the response. A choice is read as a letter, or
 else as the option nearest in edit distance; an integer as int(x); a float is rounded to
 `precision`. Results are compared as strings. Here rules replace the judge: they remove a tag, box
-or sentence around the answer. If they find none, the answer is unparsable and wrong (the published
-code without a judge picks the shortest option).
+or sentence around the answer, and take the option that it is equivalent to, if there is one. If
+they find no answer, it is unparsable and wrong (the published code without a judge picks the
+shortest option).
 
 Release: `AI4Math/MathVista`, testmini.
 """
@@ -19,7 +20,8 @@ from typing import Any
 
 from care_jax.benchmarks import letters, response
 from care_jax.benchmarks.rows import Question, gold_of, read_options
-from care_jax.rewards.equivalence import notation, quantities
+from care_jax.rewards import answers
+from care_jax.rewards.equivalence import notation, options, quantities
 
 _MAX_EXTRACTION = 200  # characters of an extracted answer; a longer text is a response
 _BRACKETED = re.compile(r"\(([a-zA-Z])\)")
@@ -29,6 +31,8 @@ _PHRASE = re.compile(
     r"(?:answer|option|choice)\**(?: is| would be| should be)?\s*:?\s*\**\s*(.+)", re.IGNORECASE
 )
 _LETTER = re.compile(r"[\W_]*([A-Z])(?![\w'])")
+_LISTED = re.compile(r"[,;<>]|(?<![a-zA-Z])(?:and|or|not)(?![a-zA-Z])|\\(?:ne|le|ge)")
+_FIRST_CLAUSE = re.compile(r"(.+?)(?:[,;:(]|\.(?: |$)| (?:because|since|as) )")
 _LARGE_EXPONENT = re.compile(r"[eE][-+]?[\d_]{4,}")  # as Fraction reads it
 _HINTS = {
     "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
@@ -55,7 +59,7 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
     if row["answer_type"] == "list":
         return _parse_list(text)
     value = _number(text, row)
-    if value is None and is_wrapped and (read := quantities.read_number(notation.clean(text))):
+    if value is None and (read := _read_assigned(text)) and (is_wrapped or not read.unit):
         whole, parts = read.value.as_integer_ratio()
         value = _number(str(whole if parts == 1 else float(read.value)), row)
     if value is None and len(_WORD.findall(text)) >= 3:
@@ -98,9 +102,27 @@ def _parse_choice(text: str, choices: tuple[str, ...]) -> str | None:
     text = bracketed[0].upper() if bracketed else text
     if (lone := letters.lone_letter(text)) and lone in named:
         return choices[named.index(lone)]
+    if (letter := options.letter_of(text)) and letter in named:
+        choice = choices[named.index(letter)]
+        label, rest = options.label(text)
+        return choice if not label or _stated(rest, choices) in (None, choice) else None
+    if (stated := _stated(text, choices)) is not None:
+        return stated
     found = nearest(text, choices)
     # The published code takes the shortest option where nothing is in common.
     return found if edit_distance(text, found) < max(len(text), len(found)) else None
+
+
+def _stated(text: str, choices: tuple[str, ...]) -> str | None:
+    """The one choice that the first clause of a text, or else all of it, is equivalent to."""
+    clause = _FIRST_CLAUSE.match(text)
+    for part in ([clause.group(1)] if clause else []) + [text]:
+        plain = part.strip().casefold()
+        same = [choice for choice in choices if choice.strip().casefold() == plain]
+        same = same or [choice for choice in choices if answers.is_equivalent(part, choice)]
+        if len(same) == 1:
+            return same[0]
+    return None
 
 
 def _settled(text: str, choices: tuple[str, ...], named: str) -> str | None:
@@ -143,6 +165,14 @@ def _number(text: str, row: dict[str, Any]) -> str | None:
         return str(value.numerator) if value.denominator == 1 else None
     except (ValueError, OverflowError, ZeroDivisionError):
         return None
+
+
+def _read_assigned(text: str) -> quantities.Number | None:
+    """The number of `**14**`, `x = 14` or `So 20 - 6 = 14`; None for any other text."""
+    if len(text) > _MAX_EXTRACTION:
+        return None
+    text = notation.clean(text.replace("**", ""))
+    return quantities.read_number(text if _LISTED.search(text) else text.rpartition("=")[2])
 
 
 def _precision(row: dict[str, Any]) -> int:

@@ -165,6 +165,47 @@ def test_a_letter_alone_is_an_option_of_mathvista(answer):
 
 
 @pytest.mark.parametrize(
+    ("choices", "answer", "index"),
+    [
+        (("Yes", "No"), "No, the plate is not half full.", 1),
+        (("Yes", "No"), "<answer>no because the sizes differ</answer>", 1),
+        (("Yes", "No"), "Yes, it is.", 0),
+        (OPTIONS, "<answer>B. 45</answer>", 1),
+        (OPTIONS, "<answer>B is correct</answer>", 1),
+        (OPTIONS, "<answer>0.45 m</answer>", 1),
+        (OPTIONS, "<answer>B. 30 cm</answer>", None),
+        (("$2 \\sqrt{3}$", "$3\\sqrt{2}$", "6"), "<answer>\\sqrt{12}</answer>", 0),
+        (("3", "4", "5", "6"), "AC = 5", 2),
+    ],
+)
+def test_mathvista_takes_the_option_that_an_answer_states(choices, answer, index):
+    """The nearest in edit distance would be another one."""
+    row = VISTA_CHOICE | {"choices": list(choices)}
+    assert mathvista.parse(answer, row) == (None if index is None else choices[index])
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("**14**", "14"),
+        ("$14$", "14"),
+        ("\\[ 14 \\]", "14"),
+        ("Answer: 14", "14"),
+        ("**Answer:** 14", "14"),
+        ("So 20 - 6 = 14", "14"),
+        ("<answer>x = 14</answer>", "14"),
+        ("14 years", None),
+        ("x = 14, y = 15", None),
+        ("<answer>x = 14 or 15</answer>", None),
+        ("x > 14", None),
+    ],
+)
+def test_mathvista_reads_a_number_without_its_name_and_markup(answer, value):
+    row = {"question_type": "free_form", "answer_type": "integer", "choices": None}
+    assert mathvista.parse(answer, row) == value
+
+
+@pytest.mark.parametrize(
     ("gold", "answer", "is_right"),
     [
         ("5.5", "\\boxed{\\frac{11}{2}}", True),
