@@ -3,7 +3,8 @@
 Any endpoint that answers `POST <url>/chat/completions` works; redirects are not followed. A request
 that fails or times out is retried with exponential backoff. If every retry fails, the case has no
 verdict; after many such cases in a row the endpoint is not asked any more. Requests, failures,
-tokens and their price are counted.
+tokens and their price are counted. A judge may think before its verdict. One that refuses
+`max_tokens` or the temperature, as GPT-5 does, is asked without them.
 
 Worker processes send the requests and are killed at the time limit, because a socket's own limit is
 for each read, and an endpoint may send one byte at a time.
@@ -12,6 +13,7 @@ for each read, and an endpoint may send one byte at a time.
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import json
 import os
 import pickle
@@ -32,7 +34,10 @@ _SYSTEM = (
 _KEY = "JUDGE_API_KEY"  # environment variable; a key never goes into a config
 _MAX_CHARS = 4000  # of an answer shown to the judge; the end is kept
 _MAX_BYTES = 1 << 20  # of a reply
-_MAX_SHOWN = 100  # characters of a reply in a message
+_MAX_SHOWN = 300  # characters of a reply in a message
+_MAX_REPLY = 2048  # tokens, with what a judge thinks before its digit
+_SETTINGS = {"temperature": 0, "max_tokens": _MAX_REPLY}
+_NEWER_SETTINGS = {"max_completion_tokens": _MAX_REPLY}
 _MAX_TOKENS = 1 << 30  # counted for one reply
 _MAX_LOST = 16  # cases in a row without a verdict
 _FIRST_PAUSE = 1.0  # seconds
@@ -88,6 +93,7 @@ class Judge:
         self._url, self._model = f"{url.rstrip('/')}/chat/completions", model
         self._timeout, self._num_retries = timeout, num_retries
         self._num_workers, self._prices = num_workers, prices
+        self._settings: dict[str, int] = _SETTINGS
         self._num_lost = 0  # cases since the last verdict
         self._lock = threading.Lock()
         self._pool = WorkerPool(
@@ -122,9 +128,7 @@ class Judge:
             if trial:
                 self._count("retries")
                 time.sleep(_FIRST_PAUSE * 2 ** (trial - 1))
-            self._count("requests")
-            reply = self._pool.submit(self._url, self._body(case), self._timeout).result()
-            status, _, text = reply.get("text", next(iter(reply))).partition(" ")
+            status, text = self._ask(case)
             if status == "200":
                 word, num_tokens = _read(text)
                 for name, number in num_tokens.items():
@@ -141,7 +145,20 @@ class Judge:
         self._count("failures")
         return None
 
-    def _body(self, case: Case) -> bytes:
+    def _ask(self, case: Case) -> tuple[str, str]:
+        """The status of a request, and the reply or what came in its place."""
+        for settings in (self._settings, _NEWER_SETTINGS):
+            self._count("requests")
+            request = self._pool.submit(self._url, self._body(case, settings), self._timeout)
+            reply = request.result()
+            status, _, text = reply.get("text", next(iter(reply))).partition(" ")
+            is_refused = status == "400" and any(name in text for name in _SETTINGS)
+            if settings is _NEWER_SETTINGS or not is_refused:
+                break
+            self._settings = _NEWER_SETTINGS
+        return status, text
+
+    def _body(self, case: Case, settings: dict[str, int]) -> bytes:
         text = (
             f"Question:\n{case.question}\n\nReference answer:\n{case.gold}\n\n"
             f"Model's answer:\n{case.answer[-_MAX_CHARS:]}"
@@ -149,8 +166,7 @@ class Judge:
         body = {
             "model": self._model,
             "messages": [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}],
-            "temperature": 0,
-            "max_tokens": 8,
+            **settings,
         }
         return json.dumps(body).encode()
 
@@ -177,10 +193,24 @@ def post(url: str, body: bytes, timeout: float) -> str:
         with opener.open(request, timeout=timeout) as response:
             return f"200 {response.read(_MAX_BYTES).decode(errors='replace')}"
     except urllib.error.HTTPError as error:
-        return f"{error.code} {' '.join(error.reason.split())}"
+        return " ".join(f"{error.code} {error.reason} {_message(error)}".split())
     except OSError as error:
         is_late = isinstance(getattr(error, "reason", error), TimeoutError)
         return "timeout" if is_late else f"{type(error).__name__} {error}"
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """What the body of an error says, without the key; empty if that is a page or unreadable."""
+    try:
+        text = error.read(_MAX_BYTES).decode(errors="replace").strip()
+        if text.startswith(("{", "[")):
+            reply = json.loads(text)
+            reply = reply.get("error", reply)
+            text = str(reply.get("message", reply) if isinstance(reply, dict) else reply)
+    except (OSError, http.client.HTTPException, ValueError, AttributeError, RecursionError):
+        return ""
+    text = text.replace(os.environ.get(_KEY) or "\0", "<key>")
+    return "" if text.startswith("<!") or "<html" in text[:_MAX_SHOWN] else text[:_MAX_SHOWN]
 
 
 def _read(text: str) -> tuple[str, dict[str, int]]:
@@ -200,4 +230,4 @@ def _read(text: str) -> tuple[str, dict[str, int]]:
         word = str(reply["choices"][0]["message"]["content"])
     except (LookupError, TypeError):
         word = ""
-    return word.strip().strip("."), num_tokens
+    return word.rpartition("</think>")[2].strip().strip("."), num_tokens

@@ -32,6 +32,11 @@ def endpoint(monkeypatch):
             if isinstance(action, int):
                 self.send_error(action)
                 return
+            if isinstance(action, tuple):
+                self.send_response(action[0])
+                self.end_headers()
+                self.wfile.write(action[1].encode())
+                return
             usage = {"prompt_tokens": 100, "completion_tokens": 2}
             reply = action if action.startswith("{") else json.dumps(
                 {"choices": [{"message": {"content": action}}], "usage": usage}
@@ -90,6 +95,56 @@ def test_what_never_gets_a_verdict_is_counted_and_left_open(endpoint):
     assert judge.verdicts([case("a"), case("b"), case("c")]) == [None, True, None]
     # A refused key is refused again, so it is tried once.
     assert (judge.counts["requests"], judge.counts["failures"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+        "'max_completion_tokens' instead.",
+        "Unsupported value: 'temperature' does not support 0 with this model.",
+    ],
+)
+def test_a_judge_that_refuses_a_setting_is_asked_without_it_from_then_on(endpoint, message):
+    url, plan, seen = endpoint
+    refusal = 400, json.dumps({"error": {"message": message, "code": "unsupported"}})
+    plan |= {"a": [refusal, "1"], "b": ["0"]}
+    judge = Judge(url, "gpt-5", num_retries=0, num_workers=1)
+    assert judge.verdicts([case("a"), case("b")]) == [True, False]
+    assert (judge.counts["requests"], judge.counts["failures"]) == (3, 0)
+    for _, _, body in seen[1:]:
+        assert "max_completion_tokens" in body and not body.keys() & {"max_tokens", "temperature"}
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('{"error": {"message": "The model m\\n does not exist"}}', "The model m does not exist"),
+        ('{"error": "no such model"}', "no such model"),
+        ('{"message": "no such model"}', "no such model"),
+        ("no such model", "no such model"),
+        ("<html><body>Not here</body></html>", ""),
+        ("{" * 9, ""),
+        ("[1]", ""),
+        ("no model of k3y", "no model of <key>"),
+    ],
+)
+def test_a_failure_says_what_the_endpoint_says(endpoint, monkeypatch, body, problem):
+    monkeypatch.setenv("JUDGE_API_KEY", "k3y")
+    url, plan, seen = endpoint
+    plan |= {"a": [(404, body)]}
+    judge = Judge(url, "m")
+    assert judge.verdicts([case("a")]) == [None]
+    assert judge.problem == f"404 Not Found {problem}".strip() and len(seen) == 1
+
+
+def test_a_judge_may_think_before_its_verdict(endpoint):
+    url, plan, seen = endpoint
+    plan |= {"a": ["<think>0 or 1? 0.</think>\n\n1"], "b": ["<think>1, so"]}
+    judge = Judge(url, "m", num_retries=0, num_workers=1)
+    assert judge.verdicts([case("a"), case("b")]) == [True, None]
+    assert "neither 0 nor 1 but '<think>1, so'" in judge.problem
+    assert seen[0][2]["max_tokens"] >= 500
 
 
 def test_a_silent_endpoint_times_out(endpoint):
