@@ -345,7 +345,8 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     )
     is_other = name and gold_name and notation.cased_key(name) != notation.cased_key(gold_name)
     if is_other and not formulas.same_figure(name, gold_name):
-        return False, "variable"
+        sides = [notation.cased_key(side) for side in (name, value, gold_value, gold_name)]
+        return sides[:2] == sides[2:], "variable"  # `AB = CD` is `CD = AB`
     # `x = value` is compared by its value; an equation on either side is left undecided.
     is_equation = ("=" in prediction and not name) or ("=" in gold and not gold_name)
     if is_equation or not (name or gold_name):

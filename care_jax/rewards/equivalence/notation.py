@@ -245,6 +245,10 @@ _NEXT_NAME = re.compile(r" ?(?:\\\\| ) ?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?$")
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _MARKED = re.compile(r"([^\s'])('+|\^ ?(?:T(?![a-zA-Z])|\\top|\{ ?(?:T|\\top) ?\}))")
 _ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
+# The numbers of `\\angle 1`, `\\cos 60` and `R2` are part of a name.
+_NUMBERED = re.compile(
+    r"(angle|sin|cos|tan|cot|sec|csc|log|ln|lg) ?\{?\d+(?:\.\d+)?\}?|(?<=[a-zA-Z])\d+"
+)
 _PUNCTUATION = re.compile(r"\\[{}]|[()\[\]{},;]")
 _CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[\W_A-Z\d])")
 
@@ -300,7 +304,7 @@ def variable(name: str) -> str:
 
 
 def _is_name(text: str) -> bool:
-    text = _ARGUMENT.sub("", text)
+    text = _NUMBERED.sub(r"\1", _ARGUMENT.sub("", text))
     return (
         0 < len(text) <= 40
         and any(c.isalpha() for c in text)
