@@ -75,7 +75,7 @@ def is_equivalent(
         units_matter=units_matter,
     )
     if isinstance(outcome, Question):
-        (outcome,) = _shared_pool().ask([outcome])
+        (outcome,) = shared_pool().ask([outcome])
     return is_equal(outcome)
 
 
@@ -85,7 +85,8 @@ def is_equal(outcome: str) -> bool:
 
 
 @functools.cache
-def _shared_pool() -> SymbolicPool:
+def shared_pool() -> SymbolicPool:
+    """The pool of this process for `is_equivalent`, of one worker that is started when needed."""
     pool = SymbolicPool(num_workers=1)
     atexit.register(pool.close)
     return pool

@@ -7,16 +7,19 @@ while failures differ in reward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 
 from care_jax.batch import Example
 from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation
 from care_jax.rewards.equivalence.quantities import read_number
 from care_jax.rewards.reward_function import Components
+from care_jax.rewards.symbolic import Question
 from care_jax.rewards.verifier import parse_text
 
 MAX_PARTIAL = 0.9  # limit of a wrong answer's credit, below the 1 of a right answer
+_CPU_SECONDS = 2.0  # of computer algebra for a group, which `verifier.timeout` (5 s) must exceed
 
 
 def relative_error(question: str, responses: Sequence[str], example: Example) -> list[Components]:
@@ -25,9 +28,15 @@ def relative_error(question: str, responses: Sequence[str], example: Example) ->
         acc = 0.9 · max(0, 1 - |a - g| / |g|),   |a| in place of |a| / |g| where g = 0
 
     0 for any other answer: other words, another unit, a percent sign on one side only, no
-    well-formed answer span. The gold answer must be text.
+    well-formed answer span, too expensive to compare. The gold answer must be text.
     """
-    return [{"acc": _credit(_answer_of(text), example)} for text in responses]
+    found = [_answer_of(text) for text in responses]
+    outcomes = [_compare(answer, example) for answer in found]
+    replies = _ask(outcome for outcome in outcomes if isinstance(outcome, Question))
+    return [
+        {"acc": _credit(answer, replies.get(outcome, outcome), example)}
+        for answer, outcome in zip(found, outcomes, strict=True)
+    ]
 
 
 def _answer_of(text: str) -> str:
@@ -39,17 +48,34 @@ def _answer_of(text: str) -> str:
     return parse_text(text, think_tag=think_tag).answer
 
 
-def _credit(answer: str, example: Example) -> float:
-    if not answer:
-        return 0.0
-    is_right = answers.is_equivalent(
+def _compare(answer: str, example: Example) -> str | Question:
+    return answers.compare(
         answer,
         example.answer,
         choices=example.choices,
         tolerance=example.tolerance,
         units_matter=example.units == "matter",
     )
-    if is_right:
+
+
+def _ask(questions: Iterable[Question]) -> dict[str | Question, str]:
+    """The outcomes of questions, short ones first, which share the CPU time of a group.
+
+    What one leaves of its time is for the others, so that a few costly answers cost no other one.
+    """
+    waiting = sorted(set(questions), key=lambda question: len(question.prediction))
+    left, outcomes = _CPU_SECONDS, {}
+    for index, question in enumerate(waiting):
+        limit, start = left / (len(waiting) - index), time.monotonic()
+        (outcomes[question],) = answers.shared_pool().ask([question], limit)
+        left -= min(limit, time.monotonic() - start)
+    return outcomes
+
+
+def _credit(answer: str, outcome: str | Question, example: Example) -> float:
+    if not answer:
+        return 0.0
+    if isinstance(outcome, str) and answers.is_equal(outcome):
         return 1.0
     number, gold = (read_number(notation.clean(text)) for text in (answer, example.answer))
     if not (number and gold) or (number.unit, number.is_percent) != (gold.unit, gold.is_percent):

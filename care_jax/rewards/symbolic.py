@@ -73,8 +73,12 @@ class SymbolicPool:
         self._late: set[Question] = set()
         self._lock = threading.Lock()
 
-    def ask(self, questions: Sequence[Question]) -> list[str]:
+    def ask(self, questions: Sequence[Question], cpu_seconds: float | None = None) -> list[str]:
         """The outcomes: "equal: ...", "different: ...", "refused: ...", "timeout" or "crash".
+
+        Args:
+            questions: any number of them; equal ones are answered once.
+            cpu_seconds: a lower time limit for each, of which the outcome "timeout" is not cached.
 
         Raises:
             ValueError: a worker could not start (math_verify missing, say).
@@ -83,7 +87,7 @@ class SymbolicPool:
             pending = [q for q in dict.fromkeys(questions) if q not in self._outcomes]
             self.counts["cached"] += len(questions) - len(pending)
             self.counts["symbolic_calls"] += len(pending)
-            replies = [self._pool.submit(*question) for question in pending]
+            replies = [self._pool.submit(*question, cpu_seconds) for question in pending]
             fresh = {}
             for question, reply in zip(pending, replies, strict=True):
                 found = reply.result()
@@ -93,7 +97,8 @@ class SymbolicPool:
                 # A busy machine may be behind a crash, or behind a timeout that the worker, which
                 # has a limit of CPU time, did not report. A second such timeout is believed.
                 is_late = "timeout" in found
-                if "text" in found or (is_late and question in self._late):
+                is_known = "text" in found and not (cpu_seconds and found["text"] == "timeout")
+                if is_known or (is_late and question in self._late):
                     self._outcomes[question] = fresh[question]
                 elif is_late:
                     self._late.add(question)
@@ -205,11 +210,17 @@ def start(timeout: float) -> Callable[..., str]:
     def out_of_time(signum, frame):
         raise _CpuTimeout
 
-    def answer(*question: Any) -> str:
+    def answer(
+        gold: str,
+        prediction: str,
+        num_decimals: int,
+        tolerance: float,
+        cpu_seconds: float | None = None,
+    ) -> str:
         signal.alarm(int(timeout) + 10)  # ends a stuck worker even if the pool has died
-        signal.setitimer(signal.ITIMER_PROF, 0.4 * timeout)
+        signal.setitimer(signal.ITIMER_PROF, min(cpu_seconds or timeout, 0.4 * timeout))
         try:
-            return _compare(Question(*question))
+            return _compare(Question(gold, prediction, num_decimals, tolerance))
         except _CpuTimeout:
             return "timeout"
         except MemoryError:

@@ -63,8 +63,10 @@ def read_compound(text: str) -> quantities.Number | None:
     end = 0
     while end < len(text):
         match = _SUMMAND.match(text, end)
-        part = quantities.read_number("".join(match.groups())) if match else None
-        if part is None or not part.unit or len(parts) == _MAX_SUMMANDS:
+        if match is None or len(parts) == _MAX_SUMMANDS:
+            return None
+        part = quantities.read_number("".join(match.groups()))
+        if part is None or not part.unit:
             return None
         parts.append(part)
         end = match.end()

@@ -158,6 +158,13 @@ def test_a_long_computation_is_stopped_inside_the_worker():
     assert not is_alive(process)
 
 
+def test_a_lower_limit_of_cpu_time_holds_for_one_call(algebra):
+    costly = Question("(x + y)^2", "(x + z + y)^{40}", 6)
+    assert algebra.ask([Question("4", "2 + 2", 6)]) == [EQUAL]
+    assert algebra.ask([costly], cpu_seconds=0.01) == ["timeout"]
+    assert algebra.ask([costly]) == [DIFFERENT]  # a longer limit may do
+
+
 def test_replies_keep_the_order_of_the_questions_whoever_is_done_first(make_pool):
     pool = make_pool(num_workers=2)
     slow, wrong, dead = program("time.sleep(0.5)"), program("pass", "no"), program("os._exit(1)")
