@@ -320,10 +320,15 @@ def _check_best(config: ConfigDict) -> None:
 
 
 def _check_export(config: ConfigDict, saved: Mapping[str, Collection[int]]) -> None:
-    """Rejects an export.step that the run will not have saved, before days of training."""
+    """Rejects an export.step that the run will not have saved, and exports of what is untrained."""
     step, stages = config.export.step, tuple(config.stages)
     before = stages[: stages.index("export")] if "export" in stages else ()
     trained = [stage for stage in before if stage in TRAINING]
+    if not trained and "export" in stages and {*stages} & {*TRAINING}:
+        raise ValueError(
+            f"stages must have 'export' behind a training stage, got {stages}, where it would "
+            "export the initial weights; move it to the end"
+        )
     if not trained:
         return
     last, section = trained[-1], config[trained[-1]]

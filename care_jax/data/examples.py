@@ -34,7 +34,8 @@ def open_examples(config: ConfigDict, stage: str, has_reward: bool = False) -> S
                 f"{part.path!r}; change its path, split or num_examples"
             )
     if stage == "sft":
-        sources = [with_responses(source) for source in sources]
+        tagged = "<answer>" in config.data.instruction
+        sources = [with_responses(source, tagged=tagged) for source in sources]
         for part, source in zip(parts, sources, strict=True):
             _check_responses(part.source, source, config.data.think_tag)
     elif not has_reward and not is_drawn(section.source):

@@ -36,6 +36,7 @@ PUT_IN_FRONT = "placeholder put in front"
 NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
 NO_TEXT_LEFT = "answer has no text inside its LaTeX or Markdown marks"
 NO_RESPONSE = "no response to imitate"
+NO_ANSWER_TAGS = "response without the <answer> tags that data.instruction asks for"
 OUTSIDE = "image path outside the images folder, which needs images_outside"
 LONE_SURROGATE = "a lone surrogate in the text, which UTF-8 cannot encode"
 AnyFolder = pathlib.Path | zipfile.Path
@@ -84,9 +85,19 @@ def with_text_answers(source: Sequence[Example]) -> Rows:
     return _without(source, problem)
 
 
-def with_responses(source: Sequence[Example]) -> Rows:
-    """The source; examples without a response are `Unusable`: they would teach empty ones."""
-    return _without(source, lambda example: "" if example.response else NO_RESPONSE)
+def with_responses(source: Sequence[Example], *, tagged: bool = False) -> Rows:
+    """The source; examples without a response are `Unusable`: they would teach empty ones.
+
+    With `tagged`, so are those whose response has no answer span.
+    """
+
+    def problem(example: Example) -> str:
+        if not example.response:
+            return NO_RESPONSE
+        is_tagged = re.search("<answer>.*</answer>", example.context + example.response, re.DOTALL)
+        return NO_ANSWER_TAGS if tagged and not is_tagged else ""
+
+    return _without(source, problem)
 
 
 def _without(source: Sequence[Example], problem: Callable[[Example], str]) -> Rows:

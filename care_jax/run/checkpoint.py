@@ -62,7 +62,8 @@ class Checkpoints:
 
     `save` returns once the arrays are copied; the files are written asynchronously. A step exists
     only once all its files are written, so a kill at any time leaves the previous step restorable.
-    `close`, or leaving the `with` block, waits for the last save.
+    `close`, or leaving the `with` block, waits for the last save. A save that fails is reported by
+    `has_failed` and may be followed by one of a later step; two in a row raise their error.
 
     Opening compares the sizes of all files, and hashes small ones. A restore first hashes every
     file of its step; the files are divided among the processes, which gather the results.
@@ -101,6 +102,8 @@ class Checkpoints:
             return metrics.get(best_metric, -math.inf)
 
         self._saving = 0  # the step that is being written
+        self._error: Exception | None = None  # of the last save, if it failed
+        self._is_retry = False  # the save before the last one failed
         self._without_manifest: set[int] = set()  # steps already reported
         self._mark_damaged_steps()
         # A bucket without hierarchical namespaces has no atomic rename of folders, and gcsfuse
@@ -177,7 +180,13 @@ class Checkpoints:
             )
         progress: dict[str, Any] = {"metadata": dict(metadata), "fingerprint": self._fingerprint}
         progress["settings"] = self._settings
-        self.wait()  # the callback of the last save reads `_saving`
+        self._settle()  # the callback of the last save reads `_saving`
+        if self._error is not None:
+            _print_error(
+                f"checkpoint {self._saving} in {self.folder} could not be saved ({self._error}); "
+                f"step {step} is saved instead"
+            )
+        self._error, self._is_retry = None, self._error is not None
         self._saving = step
         self._values[step] = dict(metrics or {})
         items: dict[str, Any] = {"state": ocp.args.StandardSave(state)}
@@ -187,6 +196,28 @@ class Checkpoints:
         items["progress"] = ocp.args.JsonSave(progress)
         with self._with_os_errors():
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=self._values[step])
+
+    def has_failed(self) -> bool:
+        """Whether the last save ended with an error; False while it goes on.
+
+        Raises:
+            OSError: the save before it failed too.
+        """
+        if not self._manager.is_saving_in_progress():
+            self._settle()
+        return self._error is not None
+
+    def _settle(self) -> None:
+        """Waits for the last save; raises its error if the save before it failed too."""
+        try:
+            self.wait()
+        except Exception as error:
+            if self._is_retry:
+                raise
+            self._error = error
+            if jax.process_index() == 0:  # the next save may need the space
+                for left in self.folder.glob(f"{self._saving}.*tmp*"):
+                    shutil.rmtree(left, ignore_errors=True)
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a step that was evaluated after it was saved."""

@@ -40,6 +40,8 @@ from care_jax.run.run import Run, open_checkpoints
 from models.attention.packed import AttentionImpl
 from models.backbone import Params
 
+_ASKED_EVERY = 16  # steps of a cold start on several processes
+
 # (params, name=stage, step=step) -> metrics, as `evaluate.Evaluator`.
 Evaluate = Callable[..., dict[str, float]]
 
@@ -154,6 +156,10 @@ class Stage:
         for step, examples, prompts in progress(left, self.name, self.start, self._num_steps):
             if distributed.is_preempted():
                 raise distributed.Preempted
+            # All processes ask together, which waits for the devices; so does decoding.
+            is_asked = distributed.is_alone() or self.name == "rl" or step % _ASKED_EVERY == 0
+            if is_asked and any(distributed.gather_json(self.checkpoints.has_failed())):
+                self.save()
             loaded_programs.drop_if_many()
             yield step, examples, prompts
 

@@ -39,8 +39,10 @@ _PROCESSOR_FILES = (
 def export_stage(run: Run, params: backbone.Params, source: Source) -> None:
     """Exports weights of `source` to `workdir/export`, and their adapters to `workdir/adapter`."""
     folder = export(run, params, run.workdir / "export")
-    of_step = "" if source.step is None else f" step {source.step} of {source.stages[-1]}"
-    print_line(f"exported{of_step} to {folder}")
+    what = "the initial weights, as the workdir has no checkpoint,"
+    if source.stages:
+        what = source.stages[-1] if source.step is None else f"{source.stages[-1]} {source.step}"
+    print_line(f"exported {what} to {folder}")
     if run.config.model.lora_rank and source.stages:
         print_line(f"exported its adapters to {export_adapters(run, source)}")
 

@@ -33,6 +33,7 @@ def groups_of(rollouts, seed=0, questions=None):
         rollouts=jax.tree.map(np.asarray, rollouts),
         scores=scores,
         has_reflection=np.zeros(B, bool),
+        texts=np.full((B, R), "<answer>1</answer>", object),
         reasons=reasons,
     )
 

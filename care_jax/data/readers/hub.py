@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pathlib
 from collections.abc import Sequence
 
@@ -90,8 +91,13 @@ def _find(path: str, patterns: Sequence[str] | None, kind: str) -> pathlib.Path:
             path, repo_type=kind, allow_patterns=list(patterns or ()) or None
         )
     except Exception as error:
+        said = str(error).strip().splitlines()[:1]
+        reason = ": ".join([type(error).__name__, *said])
+        advice = f"download it first and set {key} to its folder"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+            advice = "set HF_HOME to a folder with room that may be written"
         raise ValueError(
             f"{key} {path!r} is not a local path, and could not be downloaded from the hub "
-            f"({type(error).__name__}); download it first and set {key} to its folder"
+            f"({reason:.200}); {advice}"
         ) from error
     return pathlib.Path(folder)

@@ -14,7 +14,8 @@ One row per line, an object with
     rationale   the reasoning in the response; may be absent
     units       "matter" if an answer without its unit is wrong; may be absent
 
-All other fields are `Example.extra`, which a reward function can read.
+All other fields are `Example.extra`, which a reward function can read. A row without images that
+has the name of an image file in one of them is unusable.
 
 If the text has no placeholder, all images are put in front. Some releases (such as MATH-Vision)
 merge all pictures of a question into one image but keep numbered placeholders in the text. In a row
@@ -40,6 +41,7 @@ FIELDS = (
     *("id", "question", "answer", "image", "images", "options", "choices"),
     *("rationale", "response", "context", "units"),
 )
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> Rows:
@@ -117,6 +119,14 @@ def _example(
                 f"it has {', '.join(map(str, row)) or 'no keys'}; expected question and answer, "
                 "and image, images or options if there are any",
             )
+    extra = {name: value for name, value in row.items() if name not in FIELDS}
+    if single is None and several is None:
+        for name, value in extra.items():
+            if isinstance(value, str) and value.lower().endswith(_IMAGE_SUFFIXES):
+                raise Unusable(
+                    "an image in a field that is not read",
+                    f"{name!r} has {value!r:.99}; call the field image, or leave it out",
+                )
     return make_example(
         id=row.get("id"),
         position=number,
@@ -129,6 +139,6 @@ def _example(
         response=row.get("response"),
         context=row.get("context"),
         units=row.get("units"),
-        extra={name: value for name, value in row.items() if name not in FIELDS},
+        extra=extra,
         needs_image=False,
     )

@@ -133,6 +133,10 @@ REFUSED = {
     ),
     "a mean of no benchmarks": (BEST | {"best_metric": "mean/acc"}, "must be .* got 'mean/acc'"),
     "no held-out data": (BEST | {"data.test.source": ""}, "data.test.source"),
+    "an export before the training": (
+        {"stages": ("export", "rl")},
+        r"'export' behind a training stage, got \('export', 'rl'\), .* move it to the end",
+    ),
     "an export after the last step": (
         BEST | {"export.step": "101"},
         "export.step 101 must be a checkpoint of rl that is kept after its last step, 50, 100 or "

@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -509,8 +511,51 @@ def test_a_full_disk_is_named_with_the_folder_of_the_step(tmp_path, monkeypatch)
 
     monkeypatch.setattr(saved._manager, "wait_until_finished", refuse)
     with pytest.raises(OSError) as error:
-        saved.save(4, make_state(), {})
+        saved.wait()
     assert (error.value.errno, error.value.filename) == (28, str(tmp_path / "3"))
+
+
+def failing(monkeypatch, *failures):
+    """Makes some of the saves fail, by number."""
+    write, numbers = integrity.write_manifest, itertools.count()
+
+    def written(*args, **options):
+        if next(numbers) in failures:
+            raise OSError(28, "No space left on device")
+        write(*args, **options)
+
+    monkeypatch.setattr(integrity, "write_manifest", written)
+
+
+def test_a_save_that_failed_is_made_up_for_by_a_later_step(tmp_path, monkeypatch, capfd):
+    failing(monkeypatch, 1)
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(1), {})
+        saved.wait()
+        assert not saved.has_failed()
+        saved.save(2, make_state(2), {})
+        while saved._manager.is_saving_in_progress():
+            time.sleep(0.01)
+        assert saved.has_failed() and saved.has_failed()
+        assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("2")]
+        saved.save(3, make_state(3), {})
+        saved.wait()
+        assert not saved.has_failed() and saved.steps == [1, 3]
+    line = f"checkpoint 2 in {tmp_path} could not be saved ([Errno 28] No space left on device)"
+    assert f"{line}; step 3 is saved instead\n" in capfd.readouterr().err
+    assert restore(tmp_path).step == 3
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_two_failures_in_a_row_end_the_run(tmp_path, monkeypatch, asks):
+    failing(monkeypatch, 0, 1)
+    saved = checkpoints(tmp_path)
+    saved.save(1, make_state(1), {})
+    saved.save(2, make_state(2), {})
+    with pytest.raises(OSError, match="No space left"):
+        while asks:
+            saved.has_failed()
+        saved.save(3, make_state(3), {})
 
 
 def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):

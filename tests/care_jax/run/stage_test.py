@@ -11,10 +11,21 @@ from scripted import LOOP, STEPS, Script
 
 from care_jax.devices import distributed
 from care_jax.learning.train_step import TrainState
+from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.run import open_checkpoints
 from care_jax.run.stage import open_stage
 
 EVERY_OTHER = {"rl.eval_every": 2, "checkpoint_every": 100, "keep_checkpoints": 1}
+
+
+class Stream:
+    """Batches without examples, of sources of some lengths."""
+
+    def __init__(self, *lengths):
+        self.lengths = [*lengths]
+
+    def iterate(self, start, stop):
+        return ((step, [], []) for step in range(start, stop))
 
 
 class Evaluate:
@@ -161,13 +172,6 @@ def test_data_of_another_length_is_named_on_resume(make_run, capsys):
     """A file that has grown since: the order of its rows is another."""
     state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
 
-    class Stream:
-        def __init__(self, *lengths):
-            self.lengths = [*lengths]
-
-        def iterate(self, start, stop):
-            return ((step, [], []) for step in range(start, stop))
-
     printed = []
     for stop, lengths in ((2, (30, 4)), (4, (30, 4)), (6, (31, 4)), (8, (31, 4))):
         run = make_run({"checkpoint_every": 2})
@@ -180,6 +184,25 @@ def test_data_of_another_length_is_named_on_resume(make_run, capsys):
         if printed[-1]:
             assert "has 31 + 4 rows, at rl step 4 it had 30 + 4" in line
     assert printed == [False, False, True, False]
+
+
+def test_a_stage_saves_again_once_a_save_has_failed(make_run, monkeypatch):
+    state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
+    run, asked = make_run({"checkpoint_every": 2, "keep_checkpoints": 9}), []
+
+    def has_failed(self):
+        asked.append(self.steps)
+        return len(asked) == 4  # before step 3
+
+    monkeypatch.setattr(Checkpoints, "has_failed", has_failed)
+    with open_stage(run, "rl", state, None) as stage:
+        for step, *_ in stage.steps(Stream(30)):
+            stage.finish(step)
+            if step == 5:
+                break
+        stage.checkpoints.wait()
+        assert stage.checkpoints.steps == [2, 3, 4, 6]
+    assert len(asked) == 6
 
 
 def test_the_cold_start_has_its_own_steps(make_run):

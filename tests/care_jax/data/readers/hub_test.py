@@ -1,5 +1,7 @@
 """A model's release: a folder with config.json, or a hub id's snapshot."""
 
+import errno
+
 import huggingface_hub
 import jax
 import pytest
@@ -30,7 +32,7 @@ REFUSED = [
     ("./release", "model", "does not exist; correct model.path"),
     ("~/release", "model", "does not exist; correct model.path"),
     ("/release", "dataset", "does not exist; correct the source's path"),
-    ("someone/none", "model", r"'someone/none' is not a local path, .* \(OSError\); download it"),
+    ("someone/none", "model", r"'someone/none' .* \(OSError: no route\); download it first"),
 ]
 
 
@@ -45,6 +47,15 @@ def test_a_release_that_cannot_be_found_is_one_line(path, kind, message, tmp_pat
     with pytest.raises(ValueError, match=message) as error:
         hub.find(path, kind=kind)
     assert "\n" not in str(error.value)
+
+
+def test_a_disk_without_room_is_named(monkeypatch):
+    def fail(name, **_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match=r"\(OSError: .*No space left on device\); set HF_HOME to"):
+        hub.find("someone/none", kind="model")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,6 +1,7 @@
 """Files of JSON lines: usable rows in order, the others left out and counted by reason."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -11,6 +12,7 @@ from PIL import Image
 from care_jax.batch import Unusable
 from care_jax.data.readers import jsonl
 from care_jax.data.rows import (
+    NO_ANSWER_TAGS,
     NO_RESPONSE,
     NO_TEXT_LEFT,
     NOT_TEXT,
@@ -20,6 +22,7 @@ from care_jax.data.rows import (
     with_text_answers,
 )
 
+tagged_responses = functools.partial(with_responses, tagged=True)
 GOOD = {"id": "a", "question": "How many?", "answer": "3", "image": "ok.png"}
 
 
@@ -148,6 +151,8 @@ def test_unknown_fields_and_answers_that_are_no_texts_are_kept(write):
         (with_text_answers, {"answer": "\\boxed{}"}, NO_TEXT_LEFT),
         (with_responses, {"response": None}, NO_RESPONSE),
         (with_responses, {"response": " \n\u200b"}, NO_RESPONSE),
+        (tagged_responses, {"response": "<think>x</think> 3"}, NO_ANSWER_TAGS),
+        (tagged_responses, {"response": "<think>x</think><answer>3"}, NO_ANSWER_TAGS),
     ],
 )
 def test_rows_that_a_stage_cannot_use_are_left_out(write, only, change, reason):
@@ -156,6 +161,18 @@ def test_rows_that_a_stage_cannot_use_are_left_out(write, only, change, reason):
     rows = only(jsonl.open_rows(str(write(good, good | change | {"id": "b"}))))
     examples, skipped = checked(rows, "rows")
     assert [example.id for example in examples] == ["a"] and skipped == {reason: 1}
+
+
+@pytest.mark.parametrize("field", ["image_path", "img", "file_name"])
+def test_an_image_in_a_field_that_is_not_read_is_no_question_without_one(write, field):
+    named = {"question": "How many?", "answer": "3", field: "images/a.PNG"}
+    said = {"question": "How many?", "answer": "3", field: "a text"}
+    read = GOOD | {field: "ok.png"}
+    examples, skipped = load(write(named, said | {"id": "said"}, read | {"id": "read"}))
+    assert [example.id for example in examples] == ["said", "read"]
+    assert skipped == {"an image in a field that is not read": 1}
+    with pytest.raises(ValueError, match=f"'{field}' has 'images/a.PNG'; call the field image"):
+        load(write(named))
 
 
 def test_image_paths_stay_below_the_images_folder_unless_allowed(write, tmp_path):
