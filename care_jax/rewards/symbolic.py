@@ -176,7 +176,7 @@ def _make_exact() -> None:
     changed: Any = math_verify
     cased = ConversionConfig(lowercase_symbols=False)
     changed.parser.latex2sympy = functools.partial(latex2sympy, conversion_config=cased)
-    changed.grader.sympy_compare_symbols = lambda gold, prediction: str(gold) == str(prediction)
+    changed.grader.sympy_compare_symbols = _same_symbol
     for name in ("gamma", "Gamma"):
         del symbols.sympy_singleton_map[name]
     rounded_equal = changed.grader.sympy_numeric_eq
@@ -186,6 +186,11 @@ def _make_exact() -> None:
         return is_equal and (num_decimals < 6 or not _differ_in_size(gold, prediction))
 
     changed.grader.sympy_numeric_eq = equal
+
+
+def _same_symbol(gold: Any, prediction: Any) -> bool:
+    """Whether two symbols have one name; `str` of the number e is E."""
+    return gold.is_Symbol == prediction.is_Symbol and str(gold) == str(prediction)
 
 
 def _differ_in_size(gold: Any, prediction: Any) -> bool:

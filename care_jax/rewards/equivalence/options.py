@@ -9,10 +9,10 @@ from care_jax.rewards.equivalence import free_text
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LETTER = re.compile(r"(?:OPTION |CHOICE )?[(\[]?([A-Z])[)\]]?[.:)]?")
 _NAMES_LETTER = re.compile(
-    r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$|[(\[]?[a-z][)\]]?$"
+    r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$|[(\[]?[a-d][)\]]?$"
     r"|[A-Z](?:, | (?:is|because|since)(?![a-zA-Z]))"
-    r"|.*(?<![a-zA-Z])(?i:option|choice|answer) (?!\d)"
-    r"|(?!.*[不非没错除]).*(?:选项?|答案(?:[是为:]|应?选)?) ?[A-Z](?![a-zA-Z\d])|[A-Z] ?项"
+    r"|.*(?<![a-zA-Z])(?i:option|choice|answer|choose|pick|select) (?!\d)"
+    r"|(?!.*[不非没错除])(?:.*(?:选项?|答案[是为:]?) ?\(?[A-Z](?![a-zA-Z\d])|[A-Z] ?(?:项|是|正确))"
 )
 _LABELLED = re.compile(r"[(\[]?([A-Z]|[a-z](?=\W+ ))(?:[)\]][.:]?|[.:)])(?= ?\S)")
 # What follows the letter of an option in a sentence about it, and not its text.
@@ -20,6 +20,7 @@ _PREDICATE = re.compile(
     r"(?:is|was|does|has|seems|must|should|would|could|cannot be (?:right|correct|true)"
     r"|can't|isn't|wasn't|doesn't)(?![a-zA-Z])"
 )
+_OF_OPTIONS = re.compile(r"(?i:both|neither|either) [A-Z] (?i:and|n?or) [A-Z]\W*")
 # In the text of an option another letter follows a noun, `Point A`, or is in a formula, `F = ma`.
 _OTHER_OPTION = re.compile(
     r"(?:^|[.,;:?!/|&(\[。]|(?<![a-zA-Z])(?:or|and|but|not|no|maybe|perhaps|possibly|probably|rather|instead"
@@ -89,7 +90,8 @@ def letter_of(text: str) -> str | None:
     is_sentence = _PREDICATE.match(rest) is not None
     if letter and is_sentence and free_text.NEGATION.search(rest):
         return ""
-    if letter and not is_sentence and not _OTHER_OPTION.search(rest):
+    is_other = not _OF_OPTIONS.fullmatch(rest) and _OTHER_OPTION.search(rest)
+    if letter and not (is_sentence or is_other):
         return letter
     return choice_letter(text, len(LETTERS)) if letter or _NAMES_LETTER.match(text) else None
 

@@ -66,6 +66,7 @@ _CURRENCIES = ("$", "€", "£", "¥", "Rs")
 _SIZES_OF_UNITS = (
     {"mm": 1, "cm": 10, "m": 1000, "km": 10**6},
     {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
+    {"oz": 1, "lb": 16},
     {"mg": 1, "g": 1000, "kg": 10**6, "Mg": 10**9},
     {"s": 1, "min": 60, "h": 3600, "day": 86400, "week": 604800},
     {"ml": 1, "l": 1000},
@@ -255,8 +256,8 @@ def is_close(
     Args:
         units_matter: a number without a unit differs from one with a unit.
         tolerance: allowed |prediction - gold| / |gold|; 0 is exact.
-        num_decimals: numbers that round to the same value agree too. None rounds to six decimals,
-            and only if one is a decimal and the other a fraction with no finite decimal expansion.
+        num_decimals: numbers that round to the same value agree too. None is six within 0.1%, and
+            only if one is a decimal and the other a fraction with no finite decimal expansion.
     """
     if units_matter and bool(prediction.unit) != bool(gold.unit):
         return False
@@ -271,15 +272,19 @@ def is_close(
     if prediction.is_percent != gold.is_percent:
         one, other = (each.value / (100 if each.is_percent else 1) for each in (prediction, gold))
         pairs.append((one, other))
-    if num_decimals is None and prediction.is_decimal != gold.is_decimal:
+    is_default = num_decimals is None
+    if is_default and prediction.is_decimal != gold.is_decimal:
         exact = gold.value if prediction.is_decimal else prediction.value
         # A finite decimal expansion: no prime but 2 and 5 divides the denominator.
         is_finite = 10 ** exact.denominator.bit_length() % exact.denominator == 0
         num_decimals = None if is_finite else 6
     for p, g in pairs:
+        is_far = is_default and abs(p - g) > abs(g) / 1000  # of numbers below the sixth decimal
         if p == g or (tolerance > 0 and abs(p - g) <= Fraction(tolerance) * abs(g)):
             return True
-        if num_decimals is not None and round(p, num_decimals) == round(g, num_decimals):
+        if num_decimals is None or is_far:
+            continue
+        if round(p, num_decimals) == round(g, num_decimals):
             return True
     return False
 
