@@ -14,7 +14,8 @@ shift
 PLACE=(--project="$PROJECT" --zone="$ZONE" --cluster="$CLUSTER")
 HERE=$(dirname "$0")
 
-if ! xpk storage list "${PLACE[@]}" | grep --quiet --word-regexp care-runs; then
+STORAGES=$(xpk storage list "${PLACE[@]}") # grep ends at the first match, and xpk could not write on
+if ! grep --quiet --word-regexp care-runs <<<"$STORAGES"; then
   xpk storage attach care-runs "${PLACE[@]}" --type=gcsfuse --manifest="$HERE/xpk-storage.yaml" \
     --auto-mount=false --mount-point=/runs --readonly=false
 fi
