@@ -67,6 +67,8 @@ def fold_words(text: str) -> str:
     first or all may be capitals. `Mgh` is a product, because it has no vowel, and AA is a genotype.
     The length does not change.
     """
+    if text == text.lower():
+        return text
     min_letters = 5 if _FORMULA_SIGN.search(text) else 3
 
     def fold(match: re.Match) -> str:
