@@ -31,7 +31,7 @@ from care_jax.report.console import print_line
 from care_jax.report.metrics import MetricWriter
 from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
-from care_jax.run import interrupts, lock, terminal, weights
+from care_jax.run import interrupts, lock, space, terminal, weights
 from care_jax.run.run import Run, check_workdir, open_run
 from care_jax.run.versions import write_config, write_start
 from care_jax.stages import evaluate, export, rl, sft
@@ -97,6 +97,8 @@ def run_stages(
     workdir.mkdir(parents=True, exist_ok=True)
     with lock.held(workdir):
         check_workdir(run)
+        if warning := space.check(run):
+            print_line(warning)
         if run.config.compilation_cache:
             compilation.keep_programs()
         else:

@@ -25,6 +25,7 @@ from care_jax.devices import sharding
 from care_jax.devices.flops import GIB
 from care_jax.prompts.rendering import image_line, rendered, resized_images
 from care_jax.rl.rollout import rollout_sizes
+from care_jax.run import space
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,
@@ -184,9 +185,7 @@ def _files(run: Run) -> Iterator[str]:
     yield "config.json, starts.jsonl, metrics.jsonl, tensorboard/"
     yield "report.html, report.jsonl, rollouts.jsonl"
     for stage in (stage for stage in TRAINING if stage in config.stages):
-        adamw = make_adamw(run, stage)
-        saved = saved_steps(workdir, stage)
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(run, adamw)))
+        saved, size = saved_steps(workdir, stage), space.checkpoint_bytes(run, stage)
         yield (
             f"checkpoints/{stage}/: every {config.checkpoint_every} steps and after the "
             f"last of {config[stage].num_steps}, {_gib(size).strip()} each, the last "
@@ -207,6 +206,8 @@ def _files(run: Run) -> Iterator[str]:
         yield "samples of the evaluations after " + ", ".join(sorted(after))
     if "export" in config.stages:
         yield "export/, a Hugging Face release"
+    if warning := space.check(run):
+        yield warning
 
 
 def _num_parameters(params: Any) -> int:

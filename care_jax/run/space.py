@@ -1,0 +1,65 @@
+"""Whether the disk of the workdir has room for what a run saves."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import shutil
+
+import jax
+
+from care_jax.config.resume import TRAINING
+from care_jax.devices.flops import GIB
+from care_jax.run.run import Run, abstract_params, abstract_state, make_adamw, saved_steps
+
+_EXPORT_BYTES = 2  # of a parameter, in bfloat16
+
+
+def checkpoint_bytes(run: Run, stage: str) -> int:
+    """Size of a checkpoint of a stage, "sft" or "rl", without unfinished rollouts."""
+    state = abstract_state(run, make_adamw(run, stage))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def check(run: Run) -> str:
+    """A warning if the disk may become full; empty if there is room, or nothing is known of it.
+
+    While a checkpoint is written, those that it replaces are still there.
+
+    Raises:
+        ValueError: not even one checkpoint has room.
+    """
+    config, workdir = run.config, run.workdir
+    usage = shutil.disk_usage(_existing(workdir))
+    if not usage.total:  # as some mounts report
+        return ""
+    needed, largest = 0, 0
+    for stage in (stage for stage in TRAINING if stage in config.stages):
+        saved = saved_steps(workdir, stage)
+        steps_left = config[stage].num_steps - max(saved, default=0)
+        num_saves = math.ceil(max(steps_left, 0) / config.checkpoint_every)
+        num_best = config.keep_best if config[stage].eval_every else 0
+        num_kept = config.keep_checkpoints + num_best + 1
+        if num_saves:
+            size = checkpoint_bytes(run, stage)
+            needed += size * max(min(num_saves, num_kept - len(saved)), 1)
+            largest = max(largest, size)
+    if "export" in config.stages:
+        needed += _EXPORT_BYTES * sum(x.size for x in jax.tree.leaves(abstract_params(run)))
+    free = f"the disk of {workdir} has {usage.free / GIB:.3g} GiB free"
+    if usage.free < largest:
+        raise ValueError(
+            f"{free}, and one checkpoint needs {largest / GIB:.3g}; free space there or choose "
+            "another --workdir"
+        )
+    if usage.free < needed:
+        return (
+            f"warning: {free}, and the run may save {needed / GIB:.3g}; free space there, or lower "
+            "keep_checkpoints or keep_best"
+        )
+    return ""
+
+
+def _existing(folder: pathlib.Path) -> pathlib.Path:
+    """The folder, or the first above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

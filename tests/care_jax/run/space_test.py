@@ -1,0 +1,75 @@
+"""Room on the disk for what a run saves."""
+
+import dataclasses
+import shutil
+
+import jax
+import pytest
+
+from care_jax.run import space
+from care_jax.run.run import abstract_params
+
+CHANGES = {"keep_checkpoints": 2, "checkpoint_every": 10, "rl.num_steps": 100, "rl.warmup_steps": 0}
+RL = CHANGES | {"stages": ("rl",)}
+EXPORT = CHANGES | {"stages": ("rl", "export")}
+BEST = RL | {"rl.eval_every": 10, "keep_best": 3}
+
+
+def check(monkeypatch, run, num_checkpoints, total=1):
+    free = int(num_checkpoints * space.checkpoint_bytes(run, "rl"))
+    usage = shutil._ntuple_diskusage(total, 0, free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    return space.check(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved", "enough"),
+    [
+        (RL, (), 3),  # two are kept while the third is written
+        (RL, (10, 20), 1),
+        (RL, (10,), 2),
+        (RL | {"rl.num_steps": 20}, (10,), 1),
+        (RL | {"rl.num_steps": 20}, (10, 20), 0),
+        (BEST, (), 6),
+        (BEST | {"rl.eval_every": 0}, (), 3),
+    ],
+)
+def test_checkpoints_that_will_be_there_at_once_need_room(
+    make_run, monkeypatch, changes, saved, enough
+):
+    run = make_run(changes)
+    for step in saved:
+        (run.workdir / "checkpoints" / "rl" / f"{step}").mkdir(parents=True)
+    assert check(monkeypatch, run, enough) == ""
+    if enough > 1:
+        warning = check(monkeypatch, run, enough - 0.1)
+        assert warning.startswith(f"warning: the disk of {run.workdir} has ")
+        assert "lower keep_checkpoints" in warning
+
+
+def test_an_export_needs_room_too(make_run, monkeypatch):
+    run = make_run(EXPORT)
+    one = space.checkpoint_bytes(run, "rl")
+    exported = 2 * sum(x.size for x in jax.tree.leaves(abstract_params(run)))
+    assert check(monkeypatch, run, 3 + 0.9 * exported / one) != ""
+    assert check(monkeypatch, run, 3 + 1.1 * exported / one) == ""
+
+
+def test_a_run_without_room_for_one_checkpoint_does_not_start(make_run, monkeypatch):
+    run = make_run(RL)
+    with pytest.raises(ValueError, match=r"and one checkpoint needs .* choose another --workdir"):
+        check(monkeypatch, run, 0.9)
+    assert check(monkeypatch, run, 0, total=0) == ""  # a mount that reports no sizes
+
+
+def test_the_disk_is_that_of_the_first_folder_above_that_exists(make_run, monkeypatch, tmp_path):
+    run, asked = dataclasses.replace(make_run(RL), workdir=tmp_path / "a" / "b"), []
+    usage = shutil.disk_usage
+
+    def noted(path):
+        asked.append(path)
+        return usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", noted)
+    space.check(run)
+    assert asked == [tmp_path]
