@@ -47,7 +47,7 @@ from care_jax.decoding.simulation import Schedule, Simulation
 from care_jax.devices import xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.rl.rollout import compile_decoder
+from care_jax.rl.rollout_programs import compile_decoder
 from care_jax.run.run import Run, open_run
 from configs import tiny
 from models import backbone

@@ -59,11 +59,11 @@ from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl import carry_over
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
-from care_jax.rl.rollout import (
+from care_jax.rl.rollout import gather_groups
+from care_jax.rl.rollout_programs import (
     RolloutPrograms,
     compile_decoder,
     compile_rollout,
-    gather_groups,
     rollout_sizes,
 )
 from care_jax.rl.update_batch import copy_reference, put_scored, train_batch

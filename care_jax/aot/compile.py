@@ -36,7 +36,7 @@ from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
-from care_jax.rl.rollout import compile_decoder, rollout_sizes, sampling_of
+from care_jax.rl.rollout_programs import compile_decoder, rollout_sizes, sampling_of
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,

@@ -24,7 +24,7 @@ from care_jax.data.rows import LeftOut
 from care_jax.devices import sharding
 from care_jax.devices.flops import GIB
 from care_jax.prompts.rendering import image_line, rendered, resized_images
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run import space
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (

@@ -43,7 +43,7 @@ from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import GPUS, find_topology
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.rl.step_metrics import update_flops
 from care_jax.run.run import Run, open_run
 

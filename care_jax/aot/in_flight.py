@@ -18,7 +18,7 @@ from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.simulation import Schedule
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run.run import Run
 
 _ALIGNED = 4  # slots of a shard are a multiple, so that they can be halved twice

@@ -21,7 +21,7 @@ from care_jax.decoding.simulation import Call
 from care_jax.devices.flops import Chip
 from care_jax.packing.plan import RowPlan
 from care_jax.packing.trees import Part
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run.run import Run
 from models.attention.kernels import DKV, DQ, FORWARD
 from models.attention.packed import AttentionImpl, block_mask

@@ -21,7 +21,7 @@ from care_jax.devices import flops
 from care_jax.devices.flops import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
 from care_jax.rl.carry_over import first_indices
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run.run import Run
 from care_jax.stages.answering import answering_sizes
 

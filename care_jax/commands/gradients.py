@@ -51,7 +51,8 @@ from care_jax.method.objectives import objective_of
 from care_jax.packing.layout import at_rows, at_tokens
 from care_jax.packing.plan import RowPlan
 from care_jax.report.console import show_part
-from care_jax.rl.rollout import asked, compile_rollout, gather_groups, roll_out, rollout_sizes
+from care_jax.rl.rollout import asked, gather_groups, roll_out
+from care_jax.rl.rollout_programs import compile_rollout, rollout_sizes
 from care_jax.rl.update_batch import train_batch
 from care_jax.run.attention_check import decoding_attention, training_attention
 from care_jax.run.run import Run, compile_to_decode_layout, start_state, verifier_of

@@ -20,7 +20,8 @@ from care_jax.decoding.rollout_buffer import Request
 from care_jax.devices import xla_flags
 from care_jax.method.select import Subgroup
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl.rollout import RolloutPrograms, verify
+from care_jax.rl.rollout import verify
+from care_jax.rl.rollout_programs import RolloutPrograms
 from care_jax.run import weights
 from care_jax.run.policy import check_policy
 from care_jax.run.run import Run, open_run

@@ -36,7 +36,7 @@ from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.standard_streams import outlive_readers
 from care_jax.method import spans
-from care_jax.rl.rollout import compile_rollout, rollout_sizes
+from care_jax.rl.rollout_programs import compile_rollout, rollout_sizes
 from care_jax.run import lock
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of

@@ -28,7 +28,8 @@ from care_jax.decoding.queue import DecodeQueue
 from care_jax.decoding.rollout_buffer import InFlight, Request
 from care_jax.decoding.schedule import Scheduler
 from care_jax.devices import distributed, sharding
-from care_jax.rl.rollout import CarriedOver, RolloutPrograms, asked, rollout_sizes
+from care_jax.rl.rollout import CarriedOver, asked
+from care_jax.rl.rollout_programs import RolloutPrograms, rollout_sizes
 from care_jax.run.checkpoint import InFlightSave
 from care_jax.run.run import Run
 from care_jax.run.stage import Stage

@@ -22,7 +22,8 @@ from care_jax.devices import distributed, streams
 from care_jax.method import advantages
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl.rollout import CarriedOver, RolloutPrograms, asked, roll_out
+from care_jax.rl.rollout import CarriedOver, asked, roll_out
+from care_jax.rl.rollout_programs import RolloutPrograms
 from care_jax.run.run import Run
 from models import backbone
 

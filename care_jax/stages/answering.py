@@ -27,7 +27,7 @@ from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.console import progress
 from care_jax.rewards.scores import row_texts
-from care_jax.rl.rollout import compile_decoder
+from care_jax.rl.rollout_programs import compile_decoder
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout
 from models import backbone

@@ -27,7 +27,8 @@ from care_jax.method.credit import only_of_update
 from care_jax.report.console import show_part
 from care_jax.rl import carry_over
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
-from care_jax.rl.rollout import compile_rollout, gather_groups, rollout_sizes
+from care_jax.rl.rollout import gather_groups
+from care_jax.rl.rollout_programs import compile_rollout, rollout_sizes
 from care_jax.rl.step_metrics import StepLog
 from care_jax.rl.update_batch import copy_reference, put_scored, train_batch, with_logprobs
 from care_jax.run.attention_check import decoding_attention, training_attention

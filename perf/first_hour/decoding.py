@@ -18,7 +18,7 @@ from care_jax.decoding.queue import DecodePrograms, DecodeQueue
 from care_jax.decoding.rollout_buffer import Request
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.rl.rollout import compile_decoder, rollout_sizes
+from care_jax.rl.rollout_programs import compile_decoder, rollout_sizes
 from care_jax.run.run import Run, compile_to_decode_layout
 from models.attention.packed import AttentionImpl
 from models.backbone import Params

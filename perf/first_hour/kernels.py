@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from care_jax.devices import sharding
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run import attention_check
 from care_jax.run.run import Run
 from models.attention.packed import AttentionImpl, attend, block_mask

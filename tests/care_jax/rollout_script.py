@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from care_jax.batch import Rollouts, Subgroup
-from care_jax.rl.rollout import RolloutPrograms
+from care_jax.rl.rollout_programs import RolloutPrograms
 
 T = 48
 LENGTHS = (7, 0, 5, 2, 9, 3)  # of the questions, none of them in order

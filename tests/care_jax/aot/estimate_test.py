@@ -23,7 +23,7 @@ from care_jax.aot.roofline import Work
 from care_jax.aot.topology import Topology
 from care_jax.devices.flops import CHIPS
 from care_jax.devices.sharding import make_mesh
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run.run import open_run
 from configs import tiny
 from models.attention.packed import block_mask

@@ -8,7 +8,7 @@ from care_jax.aot.in_flight import InFlight, Memory, fastest
 from care_jax.config.checks import fill_in
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run.run import Run
 from configs import tiny
 

@@ -13,7 +13,7 @@ from care_jax.batch import ImitationBatch
 from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.rl.rollout import num_context_tokens
+from care_jax.rl.rollout_programs import num_context_tokens
 from care_jax.run.run import Run
 from configs import tiny
 from models.release.known import RELEASES

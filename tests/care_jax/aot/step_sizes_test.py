@@ -9,7 +9,7 @@ from care_jax.config.checks import fill_in
 from care_jax.devices import flops
 from care_jax.devices.sharding import make_mesh
 from care_jax.packing.plan import TreeSizes, plan_rows
-from care_jax.rl.rollout import num_context_tokens
+from care_jax.rl.rollout_programs import num_context_tokens
 from care_jax.run.run import Run
 from configs import tiny
 

@@ -9,7 +9,7 @@ import pytest
 from rollout_script import CUE, LENGTHS, Script, said
 
 from care_jax.commands import probe
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.rollout_programs import rollout_sizes
 from models import backbone
 
 ACCS = ((1, 0, 0), (1, 1, 1), (0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0))

@@ -65,7 +65,7 @@ def main(topology: str) -> None:
     from care_jax.aot.topology import find_topology
     from care_jax.decoding.schedule import Scheduler, Sizes
     from care_jax.devices.sharding import make_mesh
-    from care_jax.rl.rollout import compile_decoder
+    from care_jax.rl.rollout_programs import compile_decoder
     from care_jax.run.policy import decode_shardings
     from care_jax.run.run import Run
     from configs import qwen25vl_3b

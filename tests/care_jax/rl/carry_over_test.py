@@ -10,7 +10,8 @@ from care_jax.batch import Groups
 from care_jax.data.pipeline import Batches
 from care_jax.devices.sharding import make_mesh
 from care_jax.rl import carry_over, rollout
-from care_jax.rl.rollout import asked, rollout_sizes
+from care_jax.rl.rollout import asked
+from care_jax.rl.rollout_programs import rollout_sizes
 
 CHANGES = {"rl.prompts_per_step": 16, "rl.prompts_per_update": 8, "rl.decode_prompts": 8}
 

@@ -18,7 +18,7 @@ from care_jax.learning import optimizer
 from care_jax.learning.logprobs import ForwardOptions
 from care_jax.learning.train_step import TrainState
 from care_jax.method import credit
-from care_jax.rl import rollout, step_metrics
+from care_jax.rl import rollout_programs, step_metrics
 from care_jax.run import checkpoint, weights
 from care_jax.run import stage as run_stage
 from care_jax.stages import rl, sft
@@ -68,7 +68,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     run = make_run(changes)
     seen, given, decoders = {}, {}, []
     for module, name in (
-        (rollout, "compile_decoder"),
+        (rollout_programs, "compile_decoder"),
         (credit, "select_subgroups"),
         (credit, "care_credit"),
         (credit, "care_raw_advantages"),
@@ -83,7 +83,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
         monkeypatch.setattr(module, name, noted)
 
     meanwhile = lambda: None  # noqa: E731
-    rolled = rollout.compile_rollout(run, None, None, meanwhile)
+    rolled = rollout_programs.compile_rollout(run, None, None, meanwhile)
     update = rl.compile_update(run, None, None)
     rng, index = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
     rest = {"attention": None, "keeps_routes": False}
@@ -102,7 +102,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
         num_shards=1,
         period=updated,
     )
-    context = rollout.num_context_tokens(run)
+    context = rollout_programs.num_context_tokens(run)
     one = {"num_rows": 1, "num_rollouts": 1, "num_context_tokens": context}
     assert second == dataclasses.replace(first, **one) and context > 11
     jax.eval_shape(rolled.select, 0, 0, rng, index)
