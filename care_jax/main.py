@@ -24,7 +24,7 @@ from care_jax.batch import Example
 from care_jax.config import command_line
 from care_jax.config.checks import has_benchmarks_only, is_evaluated
 from care_jax.config.resume import TRAINING
-from care_jax.data.examples import given_examples, open_examples
+from care_jax.data.examples import SECTIONS, given_examples, open_examples
 from care_jax.devices import compilation, distributed, limits, xla_flags
 from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.console import print_line
@@ -32,7 +32,8 @@ from care_jax.report.metrics import MetricWriter
 from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import interrupts, lock, space, terminal, weights
-from care_jax.run.run import Run, check_workdir, open_run
+from care_jax.run.reward_trial import check_reward
+from care_jax.run.run import Run, check_workdir, open_run, verifier_of
 from care_jax.run.versions import write_config, write_start
 from care_jax.stages import evaluate, export, rl, sft
 
@@ -91,6 +92,7 @@ def run_stages(
     run = open_run(config, workdir, reward=reward, overridden=overridden, given=[*given])
     sources = open_sources(run, given)
     benchmarks = evaluate.open_benchmarks(run.config) if is_evaluated(run.config) else []
+    try_reward(run, sources)
     if is_dry:
         print_line(dry_run.describe(run, sources))
         return {}
@@ -132,6 +134,17 @@ def open_sources(run: Run, given: Mapping[str, Sequence[Example]]) -> dict[str, 
         else open_examples(config, stage, has_reward)
         for stage in opened
     }
+
+
+def try_reward(run: Run, sources: Mapping[str, Sequence[Example]]) -> None:
+    """Calls the reward function, if there is one, on rows of the first stage that needs it."""
+    sizes = {"rl": run.config.rl.num_rollouts, "evaluate": run.config.evaluate.num_samples}
+    stage = next((stage for stage in sizes if stage in sources), None)
+    if stage is None or not (run.reward or run.config.verifier.reward):
+        return
+    with verifier_of(run) as verifier:
+        section = f"data.{SECTIONS[stage]}"
+        check_reward(verifier, sources[stage], section, group_size=sizes[stage])
 
 
 def _run_each(

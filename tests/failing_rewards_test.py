@@ -38,7 +38,7 @@ def raises(question, responses, example):
 LINE = inspect.getsourcelines(raises)[1] + 1
 
 
-def test_a_function_that_always_raises_ends_the_command_at_its_first_step(
+def test_a_function_that_always_raises_ends_the_command_before_its_first_stage(
     run_command, tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parent)
@@ -53,8 +53,8 @@ def test_a_function_that_always_raises_ends_the_command_at_its_first_step(
     first, *middle, last, advice = error[error.rindex("error: ") :].splitlines()
     assert status == 1
     assert first == (
-        "error: rl step 0: none of 32 responses was judged. The reward function "
-        "failing_rewards_test:raises failed:"
+        "error: before the first stage: no made-up response to rows of data.train was judged. "
+        "The reward function failing_rewards_test:raises failed:"
     )
     # The traceback begins with the user's function.
     assert middle[:2] == [

@@ -116,7 +116,7 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
     Logs a warning per reason. ValueError: no row can be used.
     """
     left_out = LeftOut()
-    examples = [*_usable(source, range(len(source)), left_out)]
+    examples = [*usable(source, range(len(source)), left_out)]
     for reason, count in left_out.counts.most_common():
         first = left_out.first[reason]
         logging.warning("%s: left out %d rows: %s (first is %s)", name, count, reason, first)
@@ -131,13 +131,13 @@ def first_usable(source: Sequence[Example]) -> Example:
     ValueError: none of the first 64 rows is usable; lists the reasons by frequency.
     """
     left_out = LeftOut()
-    for example in _usable(source, range(min(len(source), _MAX_TRIES)), left_out):
+    for example in usable(source, range(min(len(source), _MAX_TRIES)), left_out):
         return example
     num_rows = left_out.counts.total()
     raise ValueError(f"none of the first {num_rows} rows can be used: {left_out}")
 
 
-def _usable(source: Sequence[Example], rows: Iterable[int], left_out: LeftOut) -> Iterator[Example]:
+def usable(source: Sequence[Example], rows: Iterable[int], left_out: LeftOut) -> Iterator[Example]:
     """The usable ones of these rows, whose images are decoded once, without keeping them."""
     for row in rows:
         try:
