@@ -21,7 +21,7 @@ from typing import Any
 
 from care_jax.benchmarks.samples import Sample
 from care_jax.benchmarks.suite import RELEASES
-from care_jax.report.metrics import pass_rates, wilson_interval
+from care_jax.report.accuracy import pass_rates, wilson_interval
 
 
 def score(samples: Sequence[Sample], categories: Callable[[Sample], list[str]]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.standard_streams import outlive_readers
 from care_jax.method import spans
-from care_jax.report.metrics import wilson_interval
+from care_jax.report.accuracy import wilson_interval
 from care_jax.rl.rollout import contexts_of, verify
 from care_jax.rl.rollout_programs import compile_decoder, compile_rollout, rollout_sizes
 from care_jax.run.attention_check import decoding_attention

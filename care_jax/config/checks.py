@@ -15,7 +15,7 @@ from care_jax.data.sources import MIXTURE, check_section, has_option, parts_of
 from care_jax.devices import distributed, sharding
 from care_jax.learning import optimizer
 from care_jax.method.objectives import OBJECTIVES
-from care_jax.report.metrics import pass_rates
+from care_jax.report.accuracy import pass_rates
 from care_jax.rewards.reward_function import load_reward
 
 

@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from care_jax.report.metrics import DAMAGED, record_of
+from care_jax.report.records import DAMAGED, record_of
 
 # (title, unit, name patterns in drawing order).
 CHARTS = (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from care_jax.devices.whole_file import write_whole
 from care_jax.report import curves, page, terms
 from care_jax.report.about import describe_run
-from care_jax.report.metrics import read_records
+from care_jax.report.records import read_records
 
 _MAX_POINTS = 600  # per curve, more than a screen resolves
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import operator
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +22,10 @@ import tensorboardX
 import tensorboardX.summary
 
 from care_jax.devices import compilation, distributed
-from care_jax.devices.whole_file import set_aside, write_whole
 from care_jax.report import about, pictures
-from care_jax.report.console import print_line
+from care_jax.report.records import keep_records, read_records
 from care_jax.report.trackers import Mlflow, Source, Wandb, columns
 
-DAMAGED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)  # what `record_of` raises
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
 
 
@@ -75,90 +66,6 @@ def host_usage() -> dict[str, float]:
         "host/threads": process.num_threads(),
         **{f"host/programs_{name}": number for name, number in compilation.counts().items()},
     }
-
-
-def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float]:
-    """The 95% Wilson score interval (low, high) of an accuracy in [0, 1].
-
-        (p + z²/2n ± z·√(p(1-p)/n + z²/4n²)) / (1 + z²/n),  z = 1.96
-
-    `num_correct` may include partial credit.
-    """
-    if num_examples < 1 or not 0 <= num_correct <= num_examples:
-        raise ValueError(
-            f"expected 0 <= num_correct <= num_examples and at least one example, got "
-            f"{num_correct} of {num_examples}"
-        )
-    z, n, p = 1.959964, num_examples, num_correct / num_examples
-    center = p + z**2 / (2 * n)
-    spread = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    scale = 1 + z**2 / n
-    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
-
-
-def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ..., at most `num_samples`: the mean over questions of
-
-        1 - C(n - c, k) / C(n, k),   n samples of a question, c of them correct,
-
-    the unbiased estimator of Chen et al. (arXiv 2107.03374, eq. 1). `num_correct` has c of each
-    question, `num_samples` is n; {} for n = 1.
-    """
-    if num_samples == 1 or not num_correct:
-        return {}
-    rates = {}
-    for k in (2**i for i in range(num_samples.bit_length())):
-        wrong = [math.comb(num_samples - c, k) / math.comb(num_samples, k) for c in num_correct]
-        rates[f"pass@{k}"] = 1 - sum(wrong) / len(wrong)
-    return rates
-
-
-def read_records(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a JSONL file, each with its object, which has a step; none without a file.
-
-    Damaged lines are skipped. A last line without newline is ignored.
-    """
-    return ((line.decode(), record) for line, record, fault in _parsed(path) if not fault)
-
-
-def record_of(line: bytes) -> dict[str, Any]:
-    """The object of a line of a JSONL file; raises one of `DAMAGED` if it is none with a step."""
-    record = json.loads(line.decode())
-    _ = str.encode(record.get("stage", "")), operator.index(record["step"])
-    return record
-
-
-def keep_records(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Atomically rewrites a file with the kept records only; reports and sets aside damaged lines.
-
-    They are appended to `<name>.damaged`.
-    """
-    if not path.exists():
-        return
-    kept, damaged = [], []
-    for number, (line, record, fault) in enumerate(_parsed(path), 1):
-        if fault:
-            print_line(f"{path}:{number} is damaged ({fault}); moved to {path.name}.damaged")
-            damaged.append(line)
-        elif is_kept(record):
-            kept.append(f"{line.decode()}\n")
-    set_aside(path, damaged)
-    write_whole(path, "".join(kept))
-
-
-def _parsed(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
-    """Every complete line, its object, and what is wrong with it, if anything."""
-    if not path.exists():
-        return
-    with path.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record, fault = record_of(line), ""
-            except DAMAGED as error:
-                record, fault = {}, f"{type(error).__name__}: {error}"
-            yield line.removesuffix(b"\n"), record, fault
 
 
 def _markdown(group: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from care_jax.devices.whole_file import write_whole
 from care_jax.report import page, pictures
 from care_jax.report.drawing import Shown, draw, read_shown
 from care_jax.report.groups import Wording, choose, describe
-from care_jax.report.metrics import keep_records
+from care_jax.report.records import keep_records
 
 
 class Report:

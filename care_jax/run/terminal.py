@@ -17,7 +17,7 @@ from care_jax.config.resume import TRAINING
 from care_jax.data.examples import SECTIONS
 from care_jax.data.mixture import Mixture
 from care_jax.data.sources import parts_of
-from care_jax.report.metrics import read_records
+from care_jax.report.records import read_records
 from care_jax.run.run import Run, abstract_params
 
 # What the jitted functions are for that contain the model, and so take long to compile.

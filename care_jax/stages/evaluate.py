@@ -37,7 +37,7 @@ from care_jax.benchmarks.suite import Benchmark
 from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
 from care_jax.report.console import print_line
-from care_jax.report.metrics import read_records
+from care_jax.report.records import read_records
 from care_jax.rewards.failures import failure
 from care_jax.rewards.scores import start_scoring
 from care_jax.run.run import Run, verifier_of

@@ -6,7 +6,7 @@ import pytest
 
 from care_jax.benchmarks import scoreboard
 from care_jax.benchmarks.suite import Benchmark
-from care_jax.report.metrics import wilson_interval
+from care_jax.report.accuracy import wilson_interval
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from sampled_group import WORDING, make_sampled
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
-from care_jax.report import metrics
+from care_jax.report import accuracy, metrics
+from care_jax.report.accuracy import pass_rates
 from care_jax.report.console import print_line
 from care_jax.report.groups import describe
-from care_jax.report.metrics import MetricWriter, pass_rates
+from care_jax.report.metrics import MetricWriter
 from care_jax.report.pictures import data_uri
 
 
@@ -172,7 +173,7 @@ REFUSED = {
     "step": (write(step=1), "no metric may be named 'step'; rename it"),
     "nan": (write(acc=0.5, loss=jnp.float32(math.nan)), "^rl step 12: .* got loss=nan; lower the"),
     "inf": (write(loss=-math.inf), "rl step 12: expected finite metrics, got loss=-inf;"),
-    "nothing": (lambda _: metrics.wilson_interval(0, 0), "at least one example, got 0 of 0"),
+    "nothing": (lambda _: accuracy.wilson_interval(0, 0), "at least one example, got 0 of 0"),
     "wandb": (
         lambda writer: MetricWriter(writer.path.parent, wandb_project="x"),
         "needs wandb, .*; pip install",
@@ -260,7 +261,7 @@ def test_peak_memory_is_left_out_where_the_backend_does_not_count_it(monkeypatch
 )
 def test_wilson_interval_equals_published_values(num_correct, num_examples, low, high):
     """Newcombe (1998), table I."""
-    got = metrics.wilson_interval(num_correct, num_examples)
+    got = accuracy.wilson_interval(num_correct, num_examples)
     np.testing.assert_allclose(got, (low, high), atol=1e-4)
 
 

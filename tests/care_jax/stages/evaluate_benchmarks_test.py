@@ -8,7 +8,7 @@ import pytest
 from scripted_answers import ROWS, SAMPLED, benchmarked, samples_of
 
 from care_jax.devices import distributed
-from care_jax.report.metrics import wilson_interval
+from care_jax.report.accuracy import wilson_interval
 from care_jax.stages import evaluate
 
 

@@ -8,7 +8,7 @@ import pytest
 from scripted_answers import GRADED, PARAMS, SAMPLED, SETTINGS, T, held_out
 
 from care_jax.batch import Example
-from care_jax.report.metrics import wilson_interval
+from care_jax.report.accuracy import wilson_interval
 from care_jax.rewards.failures import RewardFailed
 from care_jax.stages import answering, evaluate
 
