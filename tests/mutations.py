@@ -266,6 +266,31 @@ MUTATIONS = (
          "a timeout is believed at once"),
     ),
     *_of(
+        "care_jax/rewards/symbolic.py", "care_jax/rewards/answers_test.py",
+        ("lowercase_symbols=False", "lowercase_symbols=True",
+         "m and M are one variable"),
+    ),
+    *_of(
+        "care_jax/data/readers/jsonl.py", "care_jax/data/readers/jsonl_test.py",
+        ("value.lower().endswith", "value.endswith",
+         "an image in another field is not noticed if its suffix has capitals"),
+    ),
+    *_of(
+        "care_jax/run/checkpoint.py", "care_jax/run/checkpoint_test.py",
+        ("            if self._is_retry:", "            if False:",
+         "a second failed save in a row is forgotten"),
+    ),
+    *_of(
+        "care_jax/run/space.py", "care_jax/run/space_test.py",
+        ("num_kept - len(saved)", "num_kept",
+         "checkpoints that are there already need room again"),
+    ),
+    *_of(
+        "care_jax/stages/rl.py", "carried_over_test.py",
+        ("            carried = going_on  #", "            _ = going_on  #",
+         "an update has the slots of two steps in memory"),
+    ),
+    *_of(
         "care_jax/stages/answering.py", "care_jax/stages/evaluate_again_test.py",
         ("mixed = bits + place *", "mixed = bits + 0 * place *",
          "the checksum of weights is the same for any order of them"),
