@@ -41,7 +41,8 @@ def export_stage(run: Run, params: backbone.Params, source: Source) -> None:
     folder = export(run, params, run.workdir / "export")
     what = "the initial weights, as the workdir has no checkpoint,"
     if source.stages:
-        what = source.stages[-1] if source.step is None else f"{source.stages[-1]} {source.step}"
+        which = "the weights" if source.step is None else f"step {source.step}"
+        what = f"{which} of {source.stages[-1]}"
     print_line(f"exported {what} to {folder}")
     if run.config.model.lora_rank and source.stages:
         print_line(f"exported its adapters to {export_adapters(run, source)}")

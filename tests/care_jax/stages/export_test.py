@@ -16,6 +16,7 @@ from care_jax.batch import Example
 from care_jax.prompts.release_tokenizer import processor_template
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from care_jax.run.policy import policy_of
+from care_jax.run.weights import Source
 from care_jax.stages import export
 from configs import tiny
 from models import backbone
@@ -237,3 +238,18 @@ def test_an_export_over_its_own_release_keeps_the_files(release, params):
     before = {name: (release / name).read_bytes() for name in names_of(release)}
     export.export(run_of(opened(release)), params, release)
     assert before == {name: (release / name).read_bytes() for name in names_of(release)}
+
+
+@pytest.mark.parametrize(
+    ("stages", "step", "said"),
+    [
+        ((), None, "exported the initial weights, as the workdir has no checkpoint, to "),
+        (("sft", "rl"), None, "exported the weights of rl to "),
+        (("sft",), 7, "exported step 7 of sft to "),
+    ],
+)
+def test_a_line_says_which_weights_were_exported(make_run, monkeypatch, capsys, stages, step, said):
+    monkeypatch.setattr(export, "export", lambda run, params, folder: folder)
+    run = make_run({})
+    export.export_stage(run, {}, Source(stages, step, name="x"))
+    assert capsys.readouterr().out == f"{said}{run.workdir / 'export'}\n"
