@@ -4,8 +4,8 @@ Set `--config.data.train.path=train.jsonl`, likewise `data.sft.path` and `data.t
 `care_jax/data/readers/jsonl.py` describes a row.
 
 CARE has the paper's values. Where rationales are short or hold the error, uniform token weights,
-`--config.care.region_weights=False`, did better on small tasks (docs/paper.md), with
-`--config.care.anchor_rule=random` lest rationales vanish.
+`--config.care.region_weights=False`, did better on small tasks (docs/paper.md). Then also set
+`--config.care.anchor_rule=random`: with the shortest anchor rationales can vanish.
 """
 
 from ml_collections import ConfigDict

@@ -34,7 +34,7 @@ from perf.first_hour.parts import Compilations, Timed, attempt
 
 # TPU topologies of one host, by its number of chips.
 _SHAPES = {1: "1x1", 4: "2x2", 8: "2x4"}
-# Those that GPUS has the name of a like card for.
+# JAX's names of cards that GPUS has under the name of a similar one.
 _GPUS_BY_ANOTHER_NAME = {"a10g": "NVIDIA A10G", "l40s": "NVIDIA L40S"}
 _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 

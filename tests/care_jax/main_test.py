@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import pty
+import shutil
 import subprocess
 import sys
 import time
@@ -68,6 +69,14 @@ def test_each_stage_works_on_its_own_examples(opened):
     assert [options["seed"] for options in opened] == [11, 12, 13]
     assert [options["split"] for options in opened] == ["train", "train", "test"]
     assert ["teacher_error" in options for options in opened] == [True, False, False]
+
+
+def test_a_run_without_room_for_a_checkpoint_ends_before_it_trains(monkeypatch, tmp_path, opened):
+    usage = shutil._ntuple_diskusage(1, 0, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match="and one checkpoint needs"):
+        main.run_stages(tiny.get_config(), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("stage", ["rl", "evaluate"])

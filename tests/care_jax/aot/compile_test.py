@@ -18,10 +18,12 @@ import pytest
 from absl.testing import flagsaver
 
 from care_jax.aot import __main__ as aot
+from care_jax.aot import compile
 from care_jax.aot.collectives import Received
 from care_jax.aot.compile import Fit, Program
 from care_jax.aot.roofline import Work
-from care_jax.devices.flops import GIB, Chip
+from care_jax.aot.step_sizes import StepSizes
+from care_jax.devices.flops import CHIPS, GIB, Chip
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 LIBTPU = pathlib.Path(sys.prefix, "libtpu")
@@ -53,6 +55,29 @@ def compiled(*flags, compiler=LIBTPU, config="configs/tiny.py"):
         if not name.startswith(("program", "-")):
             rows.setdefault(name, {}).update(zip(head, cells, strict=True))
     return result.returncode, rows, result.stdout + result.stderr
+
+
+def test_slots_that_are_carried_over_are_counted_where_they_are(make_run, monkeypatch):
+    """While a step decodes and updates one set of them, while it reflects that of both steps."""
+    kept, carried = {}, 0
+
+    def decode_programs(run, programs, params, num_bytes, name, *_):
+        kept[name] = num_bytes
+        return [Program(name, Work())] * 2
+
+    monkeypatch.setattr(compile, "_decode_programs", decode_programs)
+    monkeypatch.setattr(compile, "_slots_between", lambda *_: carried)
+    monkeypatch.setattr(compile, "_compile", lambda program, *_: (program, {}))
+    run, step = make_run({"stages": ("rl",), "rl.eval_every": 5}), StepSizes((), None, None, 0)
+
+    def counted():
+        compile._rollout_programs(run, CHIPS["v5e"], step, None)
+        compile._evaluation_programs(run, step)
+        return kept.copy()
+
+    before, carried = counted(), 1000
+    more = {name: num_bytes - before[name] for name, num_bytes in counted().items()}
+    assert more == {"rl decode": 1000, "rl reflect": 2000, "evaluate": 1000}
 
 
 @needs_libtpu

@@ -10,6 +10,7 @@ from PIL import Image
 from care_jax import main
 from care_jax.aot import dry_run
 from care_jax.data.examples import open_examples
+from care_jax.run import space
 from care_jax.run.policy import policy_of
 from configs import tiny
 from models import backbone
@@ -130,6 +131,11 @@ def test_a_workdir_that_is_a_file_or_inside_one_is_refused(said, tmp_path, name)
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ValueError, match=rf"got \S+/{name}, and \S+/run is a file; choose another"):
         said(name, stages=("export",))
+
+
+def test_too_little_room_is_named(said, monkeypatch):
+    monkeypatch.setattr(space, "check", lambda run: f"warning: {run.workdir} is small")
+    assert "is small" in said().partition("## Files")[2]
 
 
 def test_a_mistake_is_told_before_anything_else(said):

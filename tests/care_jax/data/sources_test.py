@@ -120,6 +120,11 @@ REFUSED_ROWS = {
     "unusable held-out": ("evaluate", [{"answer": ""}], "no row of data.test .*: 1 x no answer"),
     "unusable cold start": ("sft", [{"answer": ""}], "none of the first 1 rows can be used"),
     "no response": ("sft", [{"answer": ""}, {}], r"'jsonl' has no responses to imitate \(none of"),
+    "no answer tags": (
+        "sft",
+        [{"response": "<reasoning>x</reasoning> 1"}],
+        "1 x response without the <answer> tags that data.instruction asks for",
+    ),
     "another tag": ("sft", [{"response": "<think>x</think><answer>1</answer>"}], OTHER_TAG),
     "another tag in the context": ("sft", [CONTINUED], OTHER_TAG),
 }
@@ -130,6 +135,7 @@ def test_rows_that_a_stage_cannot_use_are_refused(rows, stage, given, message):
     """The cold start's are the second part of a mixture."""
     config = tiny.get_config()
     config.data.think_tag = "reasoning"
+    config.data.instruction = common.get_config().data.instruction
     section = common.source("jsonl", path=rows("a.jsonl", *given))
     parts = (common.source("synthetic", num_examples=4), section)
     config.data.sft = common.source("mixture", parts=parts)

@@ -4,6 +4,7 @@ The whole loop with real programs runs in tests/end_to_end_test.py.
 """
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -213,6 +214,15 @@ def test_the_report_shows_dapos_penalty_for_length(groups):
     given = groups.replace(rollouts=groups.rollouts.replace(is_valid=is_valid))
     found = step_metrics.with_penalty(given, overlong).components
     assert [*found.flat] == [{}, {"overlong penalty": -0.5}] * (num_tokens.size // 2)
+
+
+def test_a_dapo_run_logs_the_penalty_with_its_rollouts(run_loop, make_run):
+    changes = {"rl.objective": "dapo", "dapo.overlong_share": 0.9, "rl.max_response_tokens": 9}
+    run_loop(changes=changes)
+    path = make_run(LOOP).workdir / "rollouts.jsonl"
+    groups = map(json.loads, path.read_text().splitlines())
+    names = {name for group in groups for row in group["responses"] for name in row["components"]}
+    assert names == {"overlong penalty"}
 
 
 @pytest.fixture
