@@ -151,7 +151,11 @@ def align(
             show_part(f"{name} {part}")
             kept = functools.partial(_part_of, run, credit_of, part)
             measured.append(_measure(name, part, gradients(kept), truth))
-    # A gain of the gradient itself that is not above 0 is noise, and no unit.
+    return _in_units_of_the_first(measured)
+
+
+def _in_units_of_the_first(measured: Sequence[Alignment]) -> list[Alignment]:
+    """Gains relative to those of the true gradient; NaN if these are not above 0, being noise."""
     gain, adam_gain = (x if x > 0 else math.nan for x in (measured[0].gain, measured[0].adam_gain))
     return [
         each._replace(gain=each.gain / gain, adam_gain=each.adam_gain / adam_gain)

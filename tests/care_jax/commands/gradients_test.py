@@ -58,6 +58,15 @@ def test_what_is_lost_in_noise_has_no_cosine():
     assert (found.norm, found.gain, found.adam_gain) == (0, 0, 0) and np.isnan(found.cosine)
 
 
+def test_gains_are_relative_to_the_true_gradients_unless_that_is_noise():
+    g = noisy(np.eye(SIZE)[0], 0.0, 1)
+    true = gradients._measure("accuracy", "", g, g)._replace(gain=2.0, adam_gain=-1.0)
+    first, other = gradients._in_units_of_the_first([true, true._replace(gain=3.0)])
+    assert (first.gain, other.gain) == (1, 1.5) and np.isnan(
+        [first.adam_gain, other.adam_gain]
+    ).all()
+
+
 @pytest.fixture
 def sampled(opened):
     """A run whose steps are two updates of one question each, and three steps."""
