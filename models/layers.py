@@ -132,6 +132,14 @@ class Table(nnx.Module):
         self.table = normal(rngs, (num_rows, size), (axis, "embed"), dtype, fan_in=size)
 
 
+GRADIENT = "kernel_gradient"  # see `linear`
+
+
+def is_linear(path: tuple[str, ...]) -> bool:
+    """Whether a parameter is a kernel of `linear`; those of experts are not."""
+    return path[-1] == "kernel" and "experts" not in path
+
+
 MLP_UP, MLP_DOWN = ("embed", "mlp"), ("mlp", "embed")
 
 
@@ -207,12 +215,13 @@ def linear(p: Params, x: Array, axes: Axes, num_inputs: int = 1) -> Array:
 
     `axes` are the kernel's logical axes. A parameter named "transposed" is a kernel
     [*outputs, inputs] (the decode layout). "lora_a" and "lora_b" are a LoRA adapter, see
-    `models.lora`.
+    `models.lora`. `GRADIENT` are zeros of the kernel's shape in float32, which then receive its
+    gradient.
     """
     if "transposed" in p:
         y = outputs_first(p["transposed"].astype(x.dtype), x, num_inputs)
     else:
-        y = product(x, p["kernel"], num_inputs, axes)
+        y = product(x, p["kernel"], num_inputs, axes, p.get(GRADIENT))
     if "lora_a" in p:
         narrow = product(x, p["lora_a"], num_inputs, (*axes[:num_inputs], None))
         change = product(narrow, p["lora_b"], 1, (None, *axes[num_inputs:]))
@@ -222,21 +231,25 @@ def linear(p: Params, x: Array, axes: Axes, num_inputs: int = 1) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def product(x: Array, kernel: Array, num_inputs: int, axes: Axes) -> Array:
+def product(
+    x: Array, kernel: Array, num_inputs: int, axes: Axes, zeros: Array | None = None
+) -> Array:
     """Contracts the last `num_inputs` axes of x with the first of the kernel, in x's dtype.
 
     A device accumulates in float32 for every dtype. The kernel's gradient is summed over tokens and
-    devices in float32, and a float32 kernel receives it unrounded. `axes` are its logical axes.
+    devices in float32. The kernel receives it in its own dtype, unless there are float32 `zeros` to
+    receive it. `axes` are the kernel's logical axes.
     """
     return jnp.tensordot(x, kernel.astype(x.dtype), num_inputs)
 
 
-def _product_fwd(x, kernel, num_inputs, axes):  # `product` would hide the matmul from remat
-    return jnp.tensordot(x, kernel.astype(x.dtype), num_inputs), (x, kernel)
+def _product_fwd(x, kernel, num_inputs, axes, zeros):  # `product` would hide the matmul from remat
+    receiver = None if zeros is None else ()  # of the gradient; a bool would be traced
+    return jnp.tensordot(x, kernel.astype(x.dtype), num_inputs), (x, kernel, receiver)
 
 
 def _product_bwd(num_inputs, axes, saved, g):
-    x, kernel = saved
+    x, kernel, receiver = saved
     num_rows = x.ndim - num_inputs
     outputs = tuple(range(num_rows, g.ndim)), tuple(range(num_inputs, kernel.ndim))
     # A TPU would compute a cheap producer of g or h again for every tile of each matmul.
@@ -258,7 +271,8 @@ def _product_bwd(num_inputs, axes, saved, g):
     )
     if placement is not None:
         gradient = placement.reduce(gradient, axes)
-    return dx, gradient(x, g).astype(kernel.dtype)
+    total = gradient(x, g)
+    return (dx, total.astype(kernel.dtype), None) if receiver is None else (dx, None, total)
 
 
 product.defvjp(_product_fwd, _product_bwd)

@@ -6,6 +6,7 @@ to every trained parameter, biases and norm scales included, and is scaled by th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PRNGKeyArray
 
-from models import lora
+from models import layers, lora
 from models.backbone import Params
 
 SCHEDULES = ("constant", "cosine")
@@ -92,6 +93,27 @@ def partition(params: Params, *, freeze_vision: bool = False) -> tuple[Params, P
 def combine(trained: Params, frozen: Params) -> Params:
     """Merges the two results of `partition`."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
+
+
+def differentiable(params: Params) -> tuple[Params, Callable[[Params], Params]]:
+    """Arrays whose gradients, in float32, are those of the parameters; and (arrays) -> parameters.
+
+    A bfloat16 parameter is copied to float32, 4 bytes each. A kernel of `layers.linear`, which the
+    largest parameters are, has zeros in place of the copy, which the compiler need not store.
+    """
+    flat = flatten_dict(params)
+    kept = {
+        path: x for path, x in flat.items() if x.dtype == jnp.bfloat16 and layers.is_linear(path)
+    }
+
+    def with_gradients(arrays: Params) -> Params:
+        arrays = flatten_dict(arrays)
+        gradients = {(*path[:-1], layers.GRADIENT): arrays[path] for path in kept}
+        return unflatten_dict(arrays | kept | gradients)
+
+    zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in kept.items()}
+    wide = {path: widen(x) for path, x in flat.items() if path not in kept}
+    return unflatten_dict(wide | zeros), with_gradients
 
 
 def round_like(new: Any, old: Any, rng: PRNGKeyArray) -> Any:

@@ -25,7 +25,7 @@ from care_jax.batch import HostOrDevice, ImitationBatch, TrainBatch
 from care_jax.devices import sharding
 from care_jax.learning import routing
 from care_jax.learning.logprobs import ForwardOptions, score_rows
-from care_jax.learning.optimizer import combine, partition, round_like, widen
+from care_jax.learning.optimizer import combine, differentiable, partition, round_like, widen
 from care_jax.method.objective import (
     clipped_surrogate,
     correction_weight,
@@ -214,18 +214,17 @@ def update(
     Returns:
         the new state, the metrics, and the values of all rows, [B, ...]; 0 in empty microbatches.
 
-    Gradients are taken, summed and applied in float32, whatever dtype the state is stored in. For
-    this, the trained parameters that are bfloat16 are copied to float32, 4 bytes each.
+    Gradients are taken, summed and applied in float32, whatever dtype the state is stored in.
     """
     trained, frozen = partition(state.params)
-    wide = widen(trained)
+    arrays, params_of = differentiable(trained)
     value_and_grad = jax.value_and_grad(
-        lambda trained, batch: loss_fn(combine(trained, frozen), batch), has_aux=True
+        lambda arrays, batch: loss_fn(combine(params_of(arrays), frozen), batch), has_aux=True
     )
     microbatches = split_batch(batch, microbatch_size)
 
     def compute(microbatch):
-        (loss, (ratios, values)), grads = value_and_grad(wide, microbatch)
+        (loss, (ratios, values)), grads = value_and_grad(arrays, microbatch)
         return (loss, ratios, grads), values
 
     def add(index, carry):
@@ -240,6 +239,7 @@ def update(
     (loss, ratios, grads), rows = carry
 
     moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # may be in host memory
+    wide = widen(trained)
     updates, opt_state = optimizer.update(grads, widen(moments), wide)
     updated = optax.apply_updates(wide, updates), opt_state
     rng = jax.random.fold_in(jax.random.key(0), state.step)

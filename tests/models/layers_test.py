@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from compiling import output_with
 
-from models.layers import checkpointed, product, rms_norm, rotate, text_rotary, vision_rotary
+from models.layers import (
+    GRADIENT,
+    checkpointed,
+    linear,
+    product,
+    rms_norm,
+    rotate,
+    text_rotary,
+    vision_rotary,
+)
 
 
 def operands(num_inputs, dtype=jnp.float32):
@@ -41,6 +50,22 @@ def test_bfloat16_is_summed_in_float32_forward_and_backward():
     wide = forward_and_backward(*(a.astype(jnp.float32) for a in (x, kernel, g)))
     for got, want in zip(results, wide, strict=True):
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8)
+
+
+def test_zeros_receive_the_gradient_of_a_bfloat16_kernel_unrounded():
+    x, kernel, g = operands(1, jnp.bfloat16)
+    p = {"kernel": kernel, GRADIENT: jnp.zeros(kernel.shape)}
+    axes = (None,) * kernel.ndim
+    ours, pull = jax.vjp(lambda x, p: linear(p, x, axes), x, p)
+    theirs, expected = jax.vjp(lambda x, kernel: product(x, kernel, 1, axes), x, kernel)
+    (dx, dp), (expected_dx, rounded) = pull(g), expected(g)
+    np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(dx, expected_dx)
+    assert not dp["kernel"].any()
+    exact = jnp.einsum("bcx,bcyz->xyz", x, g, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(dp[GRADIENT], exact, rtol=1e-6)
+    np.testing.assert_array_equal(dp[GRADIENT].astype(jnp.bfloat16), rounded)
+    assert (dp[GRADIENT] != rounded).any()
 
 
 @pytest.mark.parametrize(("remat", "num_products"), [("none", 3), ("dots", 3), ("layer", 4)])

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiling import output_with
 from packed import take_back
 from updates import LAYOUTS, PLANS, SGD, assert_same_update, credited_by
 
+from care_jax.aot.topology import find_topology
 from care_jax.devices import sharding
 from care_jax.learning import optimizer
 from care_jax.learning.logprobs import ForwardOptions
@@ -394,6 +396,40 @@ def test_gradients_computed_in_bfloat16_are_summed_in_float32(param_dtype):
     }
     for name, gradient in exact.items():
         np.testing.assert_allclose(after.opt_state[name], gradient, rtol=1e-5, err_msg=name)
+
+
+def large_update() -> float:
+    """Temporaries of an update of bfloat16 kernels, as a multiple of the kernels in float32."""
+    D, num_layers = 1024, 16
+    chip = jax.sharding.SingleDeviceSharding(find_topology("h100:1").devices[0])
+
+    def loss_fn(params, batch):
+        def layer(x, p):
+            return jnp.tanh(layers.linear(p, x, (None, None))), None
+
+        return jax.lax.scan(layer, batch.x, params)[0].sum(dtype=jnp.float32), ({}, None)
+
+    def updated(state, batch):
+        return update(state, batch, loss_fn, ADAMW, microbatch_size=1)[0]
+
+    def state():
+        params = {"kernel": jnp.zeros((num_layers, D, D), jnp.bfloat16)}
+        return init_state(params, ADAMW, moments_dtype=jnp.bfloat16)
+
+    batch = jax.eval_shape(lambda: numbers(jnp.zeros((4, 8, D), jnp.bfloat16)))
+    jitted = jax.jit(updated, donate_argnums=0, in_shardings=chip, out_shardings=chip)
+    traced = jitted.trace(jax.eval_shape(state), batch)
+    compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * num_layers * D * D)
+
+
+@pytest.mark.exhaustive
+def test_kernels_in_bfloat16_are_not_copied_to_float32():
+    """On GPUs there is room for a microbatch's gradient and the sum; a copy would be as large."""
+    folders = [path for path in sys.path if "tests" in path]
+    code = f"import sys; sys.path[:0] = {folders}; import train_step_test as test; "
+    printed = output_with("cuda", "-c", code + "print(test.large_update())")
+    assert float(printed.split()[-1]) < 2.2
 
 
 def test_moments_on_the_host_give_the_same_update(regression):
