@@ -154,7 +154,7 @@ def _run_each(
     stages, results = run.config.stages, {}
     # Raises before weights are loaded if the step to evaluate or export is missing.
     found = None if set(stages) & {*TRAINING} else weights.find(run, ())
-    params = weights.load(run, found) if found else weights.start(run)
+    params = weights.load(run, found) if found else weights.start_of(run, stages[0])
     last, trained = found.name if found else "start", ()
     for stage in stages:
         if stage == "sft":
@@ -204,8 +204,20 @@ def run_main() -> None:
         reason = " ".join(str(error).split()) or "an allocation failed"
         advice = "use a host with more, or raise its limit (ulimit -v), then run the same command"
         distributed.exit_run(f"error: out of host memory: {reason}; {advice} to resume")
-    except Exception:
+    except Exception as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            distributed.exit_run(f"error: {_out_of_memory(error)}")
         distributed.exit_run(traceback.format_exc())
+
+
+def _out_of_memory(error: jax.errors.JaxRuntimeError) -> str:
+    reason = str(error).split("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
+    return (
+        f"a device has no memory left: {reason}; `python -m care_jax.aot` says what each program "
+        "of a configuration needs, and docs/one_gpu.md what to lower; if that fits on a GPU, its "
+        "memory is in pieces: set XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async; then run the same "
+        "command to resume"
+    )
 
 
 def _without_closed_loops(unraisable: Any) -> None:

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -34,7 +35,6 @@ from jaxtyping import Int, Shaped
 
 from care_jax.devices import rows_as_bytes, sharding
 
-_NO_TIMEOUT = 10**6  # seconds without a heartbeat, as a single process may be suspended
 # Of all processes in one step of `exchange_rows`, up to rounding: bounds the memory of hosts and
 # devices.
 _PIECE_BYTES = 1 << 26
@@ -42,6 +42,7 @@ _EXIT_PREEMPTED = 75  # EX_TEMPFAIL: unfinished, restart it
 
 # Number of the next `is_preempted` call; every process makes the same calls.
 _sync_points = itertools.count(1)
+_terminated: list[int] = []  # the signals that a process alone has got
 
 
 class Preempted(Exception):
@@ -55,11 +56,11 @@ def start(
     *,
     timeout: int = 300,
 ) -> None:
-    """Initialises `jax.distributed` before any device is used, also in a run of one process.
+    """Initialises `jax.distributed` before any device is used, and looks out for SIGTERM.
 
     JAX detects TPU pods (also on GKE), Slurm and Open MPI. Elsewhere, pass the three arguments or
     set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment; without
-    them the run has one process.
+    them the run has one process, which needs no coordinator.
 
     Args:
         coordinator_address: host:port at which process 0 listens.
@@ -84,7 +85,7 @@ def start(
                 "expected --coordinator_address, --num_processes and --process_id together (or "
                 f"JAX_... in the environment), got {address}, {count} and {index}; set all or none"
             ) from error
-        _start_alone()
+        signal.signal(signal.SIGTERM, lambda number, _: _terminated.append(number))
 
 
 def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
@@ -238,6 +239,8 @@ def is_preempted() -> bool:
     Every process calls it at the same points of the program. The notice reaches the others within
     a second or two; all stop at the first call after it has reached every process.
     """
+    if not jax.distributed.is_initialized():
+        return bool(_terminated)
     return multihost_utils.reached_preemption_sync_point(next(_sync_points))
 
 
@@ -315,16 +318,6 @@ def _bind_address(address: str) -> str:
                     "it, or give all processes another port in --coordinator_address"
                 ) from error
     return places[-1]
-
-
-def _start_alone() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    # Virtual CPU devices of one process need no network collectives.
-    jax.config.update("jax_cpu_collectives_implementation", None)
-    timeout = {"heartbeat_timeout_seconds": _NO_TIMEOUT}
-    _initialize(address, 1, 0, coordinator_bind_address=address, **timeout)
 
 
 def _initialize(address: str, num_processes: int, process_id: int, **options: Any) -> None:

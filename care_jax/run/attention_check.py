@@ -97,30 +97,37 @@ def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Attentio
 
 
 def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
-    """Compares the device's kernel and XLA in one layer of one decode step.
+    """Compares the device's kernel and XLA in one decode step.
 
-    Returns the largest difference relative to the largest entry, and both times in ms.
+    Returns the largest difference in a layer relative to the largest entry, and the times of all
+    layers in ms. A call of one layer would take no longer than the host to start it, and the list
+    of blocks to read is made once for all layers.
     """
     impl, xla = (run.attention(is_decoding=True, name=name) for name in ("auto", "xla"))
     trial = _trial_step(run, sizes, num_prompt_tokens)
 
-    def attended(impl: AttentionImpl) -> Callable[[], jax.Array]:
+    def attended(impl: AttentionImpl) -> Callable[[int], jax.Array]:
         def store(q, *arrays):
             prefix, suffix = ((stored_keys(k, impl), v) for k, v in arrays[:2])
             return q, prefix, suffix, *arrays[2:]
 
-        def attend(q, prefix, suffix, on_prefix, on_suffix):
-            return attend_cached(q, prefix, suffix, cache_mask(on_prefix, on_suffix, impl))
+        def attend(num_layers, q, prefix, suffix, on_prefix, on_suffix):
+            mask = cache_mask(on_prefix, on_suffix, impl)
+            layer = lambda _, q: attend_cached(q, prefix, suffix, mask)  # noqa: E731
+            return jax.lax.fori_loop(0, num_layers, layer, q)
 
-        return functools.partial(jax.jit(attend), *jax.jit(store)(*trial))
+        stored = jax.jit(store)(*trial)
+        attend = jax.jit(attend, static_argnums=0)
+        return lambda num_layers: attend(num_layers, *stored)
 
     def difference(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return jnp.abs(a - b).max() / jnp.abs(b).max()
 
-    kernel, plain = attended(impl), attended(xla)
-    apart = float(jax.jit(difference)(kernel(), plain()))
-    times = _milliseconds(kernel), _milliseconds(plain)
+    both = attended(impl), attended(xla)
+    apart = float(jax.jit(difference)(*(of(1) for of in both)))
+    num_layers = run.policy.config.text.num_layers
+    times = [_milliseconds(functools.partial(of, num_layers)) for of in both]
     return apart, *distributed.gather_json(times)[0]  # every process must use the same
 
 
@@ -137,11 +144,10 @@ def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> flo
 def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
     """Random arguments of one layer's attention in a decode step, on the mesh; keys are [S, H].
 
-    Prompts have a quarter to all of `num_prompt_tokens` tokens, at most eight prompts per shard.
-    Rows attend to up to the whole ring of the suffix cache, a third of it on average.
+    Prompts have a quarter to all of `num_prompt_tokens` tokens. Rows attend to up to the whole ring
+    of the suffix cache, a third of it on average.
     """
-    text, shards = run.policy.config.text, sizes.num_shards
-    B, R = shards * min(sizes.num_slots // shards, 8), sizes.num_rows
+    text, B, R = run.policy.config.text, sizes.num_slots, sizes.num_rows
     P, S = map(whole_blocks, (num_prompt_tokens, sizes.max_tokens))
     K, H = text.num_kv_heads, text.head_dim
     dtype = jnp.dtype(run.config.model.compute_dtype)

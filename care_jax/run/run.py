@@ -235,9 +235,12 @@ def make_adamw(run: Run, stage: str) -> optax.GradientTransformation:
 def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:
     """The state a stage starts from: adapters added and optimizer state placed as configured.
 
-    `params` have no adapters and are on the mesh. They must not be used afterwards.
+    `params` have no adapters and are on the mesh. They must not be used afterwards. If they are
+    shapes, so is the result.
     """
     model = run.config.model
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        return abstract_state(run, adamw)
     if model.lora_rank:
         rng = jax.random.key(run.config.seed)
         options = {"rank": model.lora_rank, "experts": model.lora_experts}

@@ -59,7 +59,8 @@ def open_stage(
 
     Args:
         name: "sft" or "rl".
-        state: the initial state. The caller must drop it, since a resumed stage replaces it.
+        state: the initial state, or its shapes if the stage is resumed, which deletes the arrays
+            before it restores others.
         nll: (params, batch) -> mean of -log π over the batch's responses, for `guards`.
         evaluate: gives the metrics of weights; not called if the stage's eval_every is 0.
         remake: rebuilds the batch of an earlier step; needed if `read` follows several updates.
@@ -72,7 +73,11 @@ def open_stage(
     with open_checkpoints(run, name) as checkpoints:
         start, metadata, in_flight = 0, {}, None
         if checkpoints.latest_step is not None:
-            restored = checkpoints.restore(sharding.abstract(state))
+            shapes = sharding.abstract(state)
+            for array in jax.tree.leaves(state):
+                if isinstance(array, jax.Array) and not array.is_deleted():
+                    array.delete()  # the caller may hold the parameters, and two may not fit
+            restored = checkpoints.restore(shapes)
             state, start, metadata = restored.state, restored.step, restored.metadata
             in_flight = restored.in_flight
             del restored

@@ -87,6 +87,14 @@ def start(run: Run) -> Params:
     return params
 
 
+def start_of(run: Run, stage: str) -> Params:
+    """The initial weights, or only their shapes if the first stage is resumed without them."""
+    is_resumed = stage in TRAINING and has_checkpoint(run, stage)
+    if is_resumed and (stage == "sft" or not run.has_reference_copy):
+        return lora.without(abstract_params(run))
+    return start(run)
+
+
 def load(run: Run, source: Source) -> Params:
     """The weights of a source with adapters merged, or the initial ones."""
     if source.step is None:

@@ -52,7 +52,8 @@ def train(
 
     Args:
         params: initial parameters and reference of the KL term, of dtype `model.param_dtype`, on
-            the mesh. Must not be used afterwards.
+            the mesh; shapes will do if the stage has a checkpoint and keeps no copy of them as the
+            reference. Must not be used afterwards.
         evaluate: returns the metrics of weights; called every `rl.eval_every` steps.
 
     Raises:

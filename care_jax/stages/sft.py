@@ -43,8 +43,8 @@ def train(
     """Runs or resumes the SFT stage; returns the trained parameters.
 
     Args:
-        params: initial parameters, of dtype `model.param_dtype`, on the mesh. Must not be used
-            afterwards.
+        params: initial parameters, of dtype `model.param_dtype`, on the mesh; shapes will do if the
+            stage has a checkpoint. Must not be used afterwards.
         examples: with responses to imitate.
         evaluate: returns the metrics of weights; called every `sft.eval_every` steps.
 

@@ -84,7 +84,8 @@ def _decode(run: Run, heads) -> dict[str, Any]:
     """Of one layer in a decode step, against XLA."""
     sizes, (num_tokens, _) = rollout_sizes(run)[0], max(run.policy.prompts.buckets)
     apart, ours, theirs = attention_check.compare_steps(run, sizes, num_tokens)
-    times = {"seconds": ours / 1e3, "xla_seconds": theirs / 1e3}
+    num_layers = run.policy.config.text.num_layers
+    times = {"seconds": ours / 1e3 / num_layers, "xla_seconds": theirs / 1e3 / num_layers}
     return {"size": num_tokens, "forward": apart, **times}
 
 

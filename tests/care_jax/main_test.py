@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from care_jax import main
@@ -250,6 +251,18 @@ def test_host_memory_that_runs_out_is_one_line(ended):
         "error: out of host memory: Unable to allocate 1 TiB; use a host with more, or raise its "
         "limit (ulimit -v), then run the same command to resume\n",
     )
+
+
+def test_device_memory_that_runs_out_is_one_line(ended):
+    error = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 37.54GiB."
+    status, line = ended(jax.errors.JaxRuntimeError(f"{error}\nAllocations:\n..."))
+    assert status == 1 and line.count("\n") == 1
+    assert line.startswith(
+        "error: a device has no memory left: Out of memory while trying to allocate 37.54GiB; "
+        "`python -m care_jax.aot` says what"
+    )
+    _, trace = ended(jax.errors.JaxRuntimeError("INTERNAL: not of memory"))
+    assert "Traceback" in trace and trace.endswith("INTERNAL: not of memory\n\n")
 
 
 def test_ctrl_c_says_what_is_lost(ended, tmp_path):

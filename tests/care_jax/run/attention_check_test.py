@@ -77,6 +77,19 @@ def test_a_wrong_kernel_of_decode_steps_is_left_for_xla(run_on_a_tpu, monkeypatc
     assert decoding_attention(run_on_a_tpu, SIZES).steps.name == "xla"
 
 
+def test_what_is_timed_is_every_row_and_layer_of_a_decode_step(run_on_a_tpu, monkeypatch):
+    """Of a layer alone, a GPU's host takes longer to start the call."""
+    timed = []
+    monkeypatch.setattr(attention_check, "_milliseconds", lambda call: timed.append(call) or 1.0)
+    decoding_attention(run_on_a_tpu, SIZES)
+    num_layers = run_on_a_tpu.policy.config.text.num_layers
+    assert len(timed) == 2
+    for call in timed:
+        assert call.args == (num_layers,)
+        assert call().shape[:2] == (SIZES.num_slots, SIZES.num_rows)
+        assert f"length={num_layers}" in str(jax.make_jaxpr(call)())
+
+
 def test_a_measured_time_is_that_of_a_call():
     assert attention_check._milliseconds(lambda: np.ones(3)) > 0
 

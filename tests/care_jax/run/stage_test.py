@@ -186,6 +186,26 @@ def test_data_of_another_length_is_named_on_resume(make_run, capsys):
     assert printed == [False, False, True, False]
 
 
+def test_a_resumed_stage_first_frees_the_state_that_it_does_not_need(make_run, monkeypatch):
+    """Two may not fit on the devices, and the caller holds the initial parameters."""
+    held = jnp.zeros(3)
+    saved = TrainState({"text": {"w": jnp.ones(3)}}, (), jnp.int32(0))
+    with open_stage(make_run({}), "rl", saved, None) as stage:
+        stage.finish(0)
+        stage.save()
+    restore = Checkpoints.restore
+
+    def watched(self, shapes):
+        assert held.is_deleted()
+        return restore(self, shapes)
+
+    monkeypatch.setattr(Checkpoints, "restore", watched)
+    state = TrainState({"text": {"w": held}}, (), jnp.int32(0))
+    with open_stage(make_run({}), "rl", state, None) as stage:
+        np.testing.assert_array_equal(stage.state.params["text"]["w"], 1)
+    assert not saved.params["text"]["w"].is_deleted()
+
+
 def test_a_stage_saves_again_once_a_save_has_failed(make_run, monkeypatch):
     state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
     run, asked = make_run({"checkpoint_every": 2, "keep_checkpoints": 9}), []

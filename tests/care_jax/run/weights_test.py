@@ -69,6 +69,29 @@ def test_weights_of_a_hub_id_are_downloaded_when_they_are_read(
     assert asked[1:] == [names]
 
 
+@pytest.mark.parametrize(
+    ("saved", "stage", "changes", "is_read"),
+    [
+        ((), "sft", {}, True),
+        (("sft",), "sft", {}, False),
+        (("rl",), "sft", {}, True),
+        (("sft",), "evaluate", {}, True),
+        (("rl",), "rl", {"care.beta": 0.02}, True),  # the reference
+        (("rl",), "rl", {"care.beta": 0.0}, False),
+        (("rl",), "rl", {"care.beta": 0.02, "model.lora_rank": 2}, False),
+    ],
+)
+def test_a_resumed_run_reads_initial_weights_only_for_the_reference(
+    make_run, saved, stage, changes, is_read
+):
+    run = make_run(changes)
+    for name in saved:
+        (run.workdir / "checkpoints" / name / "7").mkdir(parents=True)
+    found = jax.tree.leaves(weights.start_of(run, stage))
+    assert {isinstance(leaf, jax.Array) for leaf in found} == {is_read}
+    assert len(found) == len(jax.tree.leaves(weights.start(run)))
+
+
 def test_an_export_that_differs_from_its_sums_is_refused_and_named(policy, params, mesh, tmp_path):
     export.export(types.SimpleNamespace(policy=policy), params, tmp_path)
     config = tiny.get_config()
