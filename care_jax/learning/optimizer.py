@@ -101,7 +101,7 @@ def differentiable(params: Params) -> tuple[Params, Callable[[Params], Params]]:
     A bfloat16 parameter is copied to float32, 4 bytes each. A kernel of `layers.linear`, which the
     largest parameters are, has zeros in place of the copy, which the compiler need not store.
     """
-    flat = flatten_dict(params)
+    flat: dict[Any, Any] = flatten_dict(params)
     kept = {
         path: x for path, x in flat.items() if x.dtype == jnp.bfloat16 and layers.is_linear(path)
     }
@@ -112,8 +112,7 @@ def differentiable(params: Params) -> tuple[Params, Callable[[Params], Params]]:
         return unflatten_dict(arrays | kept | gradients)
 
     zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in kept.items()}
-    wide = {path: widen(x) for path, x in flat.items() if path not in kept}
-    return unflatten_dict(wide | zeros), with_gradients
+    return unflatten_dict(widen(flat | zeros)), with_gradients
 
 
 def round_like(new: Any, old: Any, rng: PRNGKeyArray) -> Any:
