@@ -7,6 +7,7 @@
     rates            bfloat16 matmuls of 8192 x 8192, copies of 1 GiB
     kernels          every attention kernel and the product of experts, bfloat16 and float32:
                      largest difference from dense attention, and time beside XLA's
+    run_3b           a whole run from random weights: cold start, two steps of RL, export
     demo             configs/tiny.py, 30 steps of RL: its metrics beside those of a CPU
     decode_3b        prefill and decode steps with random weights, with and without the kernel, and
                      a trace of them, summed by kernel
@@ -65,6 +66,7 @@ class Step:
 STEPS = {
     "rates": Step("rates", 2),
     "kernels": Step("kernels", 5),
+    "run_3b": Step("running", 9, ("qwen25vl_3b",)),
     "demo": Step("demo", 4),
     "decode_3b": Step("decoding", 5, ("qwen25vl_3b",)),
     "update_3b": Step("updating", 5, ("qwen25vl_3b",)),

@@ -37,6 +37,10 @@ def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
             name: backbone.open_backbone(name, is_small=is_small, compute_dtype=dtype)
             for name in RELEASES
         }
+        shape = SMALL_EXPERTS if is_small else EXPERTS
+        labels = {"kernel": "experts", "dtype": dtype, "releases": ["qwen3vl_30b"]}
+        measured = functools.partial(experts, *shape, jnp.dtype(dtype))
+        yield from attempt(labels | {"heads": shape[1:]}, lambda row=measured: [row()], until)
         for kernel in KERNELS:
             by_heads: dict[Any, list[str]] = {}
             for name, run in runs.items():
@@ -45,10 +49,6 @@ def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
                 labels = {"kernel": kernel, "dtype": dtype, "releases": names, "heads": heads}
                 row = functools.partial(KERNELS[kernel], runs[names[0]], heads)
                 yield from attempt(labels, lambda row=row: [row()], until)
-        shape = SMALL_EXPERTS if is_small else EXPERTS
-        labels = {"kernel": "experts", "dtype": dtype, "releases": ["qwen3vl_30b"]}
-        measured = functools.partial(experts, *shape, jnp.dtype(dtype))
-        yield from attempt(labels | {"heads": shape[1:]}, lambda row=measured: [row()], until)
 
 
 def heads_of(kernel: str, run: Run) -> tuple[int, int, int]:

@@ -63,8 +63,10 @@ def test_all_of_it_on_a_cpu(tmp_path):
         ("trl", "TRL's side: trl is not installed")
     ], log
     assert result.returncode == 1
+    reached = {row["stage"] for row in found["run_3b"] if row.get("device_last") is not None}
+    assert reached == {"sft", "rl"}
     assert [row["kernel"] for row in found["kernels"][:-1]] == [
-        *("text", "images", "decode", "experts") * 2
+        *("experts", "text", "images", "decode") * 2
     ]
     assert {row.get("part") for row in found["decode_3b"]} >= {"prefill", "decode"}
     assert sum(row["share"] for row in found["decode_3b"] if "share" in row) == pytest.approx(1)
@@ -142,7 +144,7 @@ def test_an_unknown_step_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         first_hour.parse(["--steps=rates,fly"])
     assert ended.value.code == 2
-    assert "--steps has no step 'fly', only rates, kernels, demo" in capsys.readouterr().err
+    assert "--steps has no step 'fly', only rates, kernels, run_3b" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
