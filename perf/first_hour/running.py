@@ -7,7 +7,6 @@ start add them up one by one, so that they have log-normal lengths and the polic
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -41,7 +40,7 @@ def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, An
         call = f"configuration({name!r}, {folder!r}, {printed.stdout.split()[-1]}, {is_small})"
         config, workdir = pathlib.Path(folder, "config.py"), pathlib.Path(folder, "run")
         config.write_text(_CONFIG.format(call=call))
-        run = start(str(config), workdir, (), {"PYTHONPATH": f"{ROOT}:{os.getenv('PYTHONPATH')}"})
+        run = start(str(config), workdir, (), {})
         try:
             failed = wait(run, until - 10)
         finally:
