@@ -42,7 +42,7 @@ _EXIT_PREEMPTED = 75  # EX_TEMPFAIL: unfinished, restart it
 
 # Number of the next `is_preempted` call; every process makes the same calls.
 _sync_points = itertools.count(1)
-_terminated: list[int] = []  # the signals that a process alone has got
+_terminated: list[int] = []  # the SIGTERMs that a process alone has received
 
 
 class Preempted(Exception):

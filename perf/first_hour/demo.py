@@ -61,6 +61,21 @@ def start(
     return subprocess.Popen([*command, *flags], stdout=sys.stderr, cwd=ROOT, env=environment)
 
 
+def rows_of(
+    config: str, workdir: pathlib.Path, flags: Sequence[str], until: float
+) -> Iterator[dict[str, Any]]:
+    """Runs a configuration on the devices; the rows of `compared`, without a CPU's."""
+    run = start(config, workdir, flags, {})
+    try:
+        failed = wait(run, until - 10)
+    finally:
+        run.kill()
+    if failed:
+        yield {"run": "device", "failed": failed}
+    for row in compared(read_metrics(workdir), ()):
+        yield {name: row[name] for name in ("stage", "metric", "device_first", "device_last")}
+
+
 def wait(run: subprocess.Popen, until: float) -> str | None:
     """Waits until a time; returns why the run did not end well, or None."""
     try:

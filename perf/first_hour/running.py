@@ -21,7 +21,7 @@ from PIL import Image
 from care_jax.aot import lengths
 from configs import common
 from perf.first_hour import backbone
-from perf.first_hour.demo import ROOT, compared, read_metrics, start, wait
+from perf.first_hour.demo import ROOT, rows_of
 
 TOKENS_PER_NUMBER = 12  # of "12 + 7 = 19. ", in the built-in tokenizer
 NUM_QUESTIONS = 1600
@@ -30,7 +30,7 @@ _NUM_BYTES = "from perf.first_hour import backbone; print(backbone.total_bytes()
 
 
 def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
-    """The rows of `demo.compared`, without a CPU's."""
+    """The rows of `demo.rows_of`."""
     with tempfile.TemporaryDirectory() as folder:
         mean = 12 if is_small else 600
         write_questions(pathlib.Path(folder), mean, NUM_QUESTIONS // (40 if is_small else 1))
@@ -40,16 +40,7 @@ def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, An
         call = f"configuration({name!r}, {folder!r}, {printed.stdout.split()[-1]}, {is_small})"
         config, workdir = pathlib.Path(folder, "config.py"), pathlib.Path(folder, "run")
         config.write_text(_CONFIG.format(call=call))
-        run = start(str(config), workdir, (), {})
-        try:
-            failed = wait(run, until - 10)
-        finally:
-            run.kill()
-        metrics = read_metrics(workdir)
-    if failed:
-        yield {"run": "device", "failed": failed}
-    for row in compared(metrics, ()):
-        yield {key: row[key] for key in ("stage", "metric", "device_first", "device_last")}
+        yield from rows_of(str(config), workdir, (), until)
 
 
 def configuration(name: str, folder: str, num_bytes: int, is_small: bool) -> ConfigDict:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from care_jax.commands.smollm import INSTALL, PACKAGE
-from perf.first_hour.demo import ROOT, compared, read_metrics, start, wait
+from perf.first_hour.demo import ROOT, rows_of
 
 SMALL = ("--config.stages=('rl',)", "--config.rl.num_steps=1", "--config.rl.warmup_steps=0")
 SMALL += ("--config.rl.prompts_per_step=1", "--config.rl.prompts_per_update=1")
@@ -22,7 +22,7 @@ SMALL += ("--config.care.max_context=4",)
 
 
 def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
-    """The rows of `demo.compared`, without a CPU's."""
+    """The rows of `demo.rows_of`."""
     missing = [name for name in (PACKAGE, "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         install = f"pip install gguf; {INSTALL}"
@@ -34,13 +34,4 @@ def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
         subprocess.run(command, stdout=sys.stderr, cwd=ROOT, env=cpu, check=True)
         flags = [f"--config.model.path={release}", "--config.log_every=1"]
         flags += SMALL if is_small else ("--config.stages=('sft','evaluate','rl','evaluate')",)
-        run = start("configs/smollm_words.py", workdir, flags, {})
-        try:
-            failed = wait(run, until - 10)
-        finally:
-            run.kill()
-        metrics = read_metrics(workdir)
-    if failed:
-        yield {"run": "device", "failed": failed}
-    for row in compared(metrics, ()):
-        yield {name: row[name] for name in ("stage", "metric", "device_first", "device_last")}
+        yield from rows_of("configs/smollm_words.py", workdir, flags, until)

@@ -120,6 +120,20 @@ def test_one_process_holds_every_row_and_gathers_nothing():
     assert not distributed.is_preempted()
 
 
+TERMINATED = """
+import os, signal
+from care_jax.devices import distributed
+distributed.start()
+assert distributed.is_alone() and not distributed.is_preempted()
+os.kill(os.getpid(), signal.SIGTERM)
+assert distributed.is_preempted()
+"""
+
+
+def test_a_process_alone_is_preempted_by_sigterm():
+    subprocess.run([sys.executable, "-c", TERMINATED], cwd=ROOT, check=True, timeout=300)
+
+
 ADDRESS = "10.0.0.1:8476"
 REFUSED = {  # arguments, environment, a part of the message
     "no port": (("here", 2, 1), {}, "coordinator address 'here' must be host:port, such as"),
