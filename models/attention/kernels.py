@@ -9,14 +9,12 @@ matmul serves all of them: row r belongs to token r // G and attends to key k if
 G·first[k] <= r < G·(last[k] + 1). GPU programs process one query head at a time, since GPU blocks
 must be powers of two and G need not be. They read [tokens, heads, H] with strides.
 
-The side of a block is a letter for its kind and shape:
-    "q" query rows [rows, H], "a" their transpose [H, rows], "l" a number per query row [1, rows],
-    "k" keys [keys, H], "b" first and last + 1 of each key, [keys, 1] both.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import typing
 from collections.abc import Callable, Sequence
@@ -32,8 +30,24 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 MASKED = -1e30  # score of a masked entry; finite, so that rows masked in a whole block stay finite
 
-OF_KEYS = "kb"
-_AXIS = {"q": 1, "a": 2, "l": 2, "k": 1, "b": 0}  # blocked axis of folded arrays, by side
+
+class Kind(enum.Enum):
+    """What a block holds, and its shape."""
+
+    QUERIES = "query rows [rows, H]"
+    QUERIES_T = "transposed query rows [H, rows]"
+    PER_QUERY = "a number per query row [1, rows]"
+    KEYS = "keys or values [keys, H]"
+    BOUNDS = "first and last + 1 of each key, [keys, 1] both"
+
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether it is blocked by keys, not by query rows."""
+        return self in (Kind.KEYS, Kind.BOUNDS)
+
+
+# The blocked axis of folded arrays.
+_AXIS = {Kind.QUERIES: 1, Kind.QUERIES_T: 2, Kind.PER_QUERY: 2, Kind.KEYS: 1, Kind.BOUNDS: 0}
 
 
 @typing.no_type_check  # `shard_map` puts specs in the fields
@@ -68,27 +82,27 @@ class Pair:
     scale: float
     transposed: bool = True
 
-    def size(self, side: str) -> int:
-        """Keys or query rows in a block of this side."""
-        return self.keys if side in OF_KEYS else self.rows
+    def size(self, kind: Kind) -> int:
+        """Keys or query rows in a block."""
+        return self.keys if kind.is_of_keys else self.rows
 
-    def block(self, side: str) -> tuple[int, int]:
-        """The shape of a block of this side."""
-        if side == "a":
+    def block(self, kind: Kind) -> tuple[int, int]:
+        """The shape of a block."""
+        if kind is Kind.QUERIES_T:
             return self.head_dim, self.rows
-        if side == "l":
+        if kind is Kind.PER_QUERY:
             return 1, self.rows
-        return self.size(side), 1 if side == "b" else self.head_dim
+        return self.size(kind), 1 if kind is Kind.BOUNDS else self.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """A reduction over the pairs of every owner block."""
 
-    inputs: str  # sides of q, k, v, bounds; then of log-sum-exp, delta, gradient of the output
-    sums: str  # sides of the accumulators; "a" and "l" are transposed if scores are not
+    inputs: tuple[Kind, ...]  # q, k, v, bounds; then log-sum-exp, delta, gradient of the output
+    sums: tuple[Kind, ...]  # the accumulators, QUERIES_T and PER_QUERY transposed if scores are not
     initial: tuple[float, ...]  # values of the accumulators
-    outputs: str  # sides of the outputs
+    outputs: tuple[Kind, ...]
     num_products: int  # matmuls per pair
     visit: Callable  # (sums, blocks, query block, pair) -> the accumulators after a pair
     finish: Callable = lambda sums, pair: sums  # -> the outputs
@@ -96,7 +110,7 @@ class Walk:
     @property
     def by_key(self) -> bool:
         """Whether key blocks own the pairs."""
-        return self.outputs[0] in OF_KEYS
+        return self.outputs[0].is_of_keys
 
 
 def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
@@ -157,9 +171,33 @@ def _visit_dkv(sums, blocks, i, pair: Pair):
     return sums[0] + _dot(ds, blocks[0], rows, 0), sums[1] + _dot(weights, blocks[-1], rows, 0)
 
 
-FORWARD = Walk("qkkb", "all", (0.0, MASKED, 0.0), "ql", 2, _visit_forward, _finish_forward)
-DQ = Walk("qkkbllq", "q", (0.0,), "q", 3, _visit_dq)
-DKV = Walk("qkkbllq", "kk", (0.0, 0.0), "kk", 4, _visit_dkv)
+_INPUTS = Kind.QUERIES, Kind.KEYS, Kind.KEYS, Kind.BOUNDS
+_OF_BACKWARD = *_INPUTS, Kind.PER_QUERY, Kind.PER_QUERY, Kind.QUERIES
+FORWARD = Walk(
+    inputs=_INPUTS,
+    sums=(Kind.QUERIES_T, Kind.PER_QUERY, Kind.PER_QUERY),
+    initial=(0.0, MASKED, 0.0),
+    outputs=(Kind.QUERIES, Kind.PER_QUERY),
+    num_products=2,
+    visit=_visit_forward,
+    finish=_finish_forward,
+)
+DQ = Walk(
+    inputs=_OF_BACKWARD,
+    sums=(Kind.QUERIES,),
+    initial=(0.0,),
+    outputs=(Kind.QUERIES,),
+    num_products=3,
+    visit=_visit_dq,
+)
+DKV = Walk(
+    inputs=_OF_BACKWARD,
+    sums=(Kind.KEYS, Kind.KEYS),
+    initial=(0.0, 0.0),
+    outputs=(Kind.KEYS, Kind.KEYS),
+    num_products=4,
+    visit=_visit_dkv,
+)
 
 
 def _bounds(block: Array) -> tuple[Array, Array]:
@@ -170,34 +208,34 @@ def _run_xla(
     walks: Sequence[Walk], arrays: Sequence[Array], pairs: BlockPairs, pair: Pair, interpret: bool
 ) -> Sequence[Array]:
     """One loop over all pairs, vmapped over kv heads, that updates the accumulators in place."""
-    by_key, sides = any(walk.by_key for walk in walks), walks[0].inputs
-    heads = [None if side == "b" else 0 for side in sides]
+    by_key, inputs = any(walk.by_key for walk in walks), walks[0].inputs
+    heads = [None if kind is Kind.BOUNDS else 0 for kind in inputs]
     num_heads, num_rows, _ = arrays[0].shape
     whole = dataclasses.replace(pair, rows=num_rows, keys=arrays[1].shape[1])
 
-    def initial(side, value):
-        return jnp.full((num_heads, *whole.block(side)), value, jnp.float32)
+    def initial(kind, value):
+        return jnp.full((num_heads, *whole.block(kind)), value, jnp.float32)
 
     def step(n, totals):
         owner, other = pairs.owners[n], pairs.others[n]
         i, j = (other, owner) if by_key else (owner, other)
 
-        def start(side):
-            return (j if side in OF_KEYS else i) * pair.size(side)
+        def start(kind):
+            return (j if kind.is_of_keys else i) * pair.size(kind)
 
-        def block_of(side, a):
-            block = lax.dynamic_slice_in_dim(a, start(side), pair.size(side), _AXIS[side])
-            return _bounds(block) if side == "b" else block
+        def block_of(kind, a):
+            block = lax.dynamic_slice_in_dim(a, start(kind), pair.size(kind), _AXIS[kind])
+            return _bounds(block) if kind is Kind.BOUNDS else block
 
         def add(walk, sums):
             visit = functools.partial(walk.visit, i=i, pair=pair)
             new = jax.vmap(visit, (0, heads))(tuple(map(block_of, walk.sums, sums)), blocks)
             return tuple(
-                lax.dynamic_update_slice_in_dim(a, part, start(side), _AXIS[side])
-                for side, a, part in zip(walk.sums, sums, new, strict=True)
+                lax.dynamic_update_slice_in_dim(a, part, start(kind), _AXIS[kind])
+                for kind, a, part in zip(walk.sums, sums, new, strict=True)
             )
 
-        blocks = list(map(block_of, sides, arrays))
+        blocks = list(map(block_of, inputs, arrays))
         return list(map(add, walks, totals))
 
     totals = [tuple(map(initial, walk.sums, walk.initial)) for walk in walks]
@@ -217,10 +255,10 @@ def _run_tpu(
     The accumulators of an owner stay in VMEM while the grid iterates over its pairs.
     """
     (walk,) = walks
-    sides, num_heads = walk.inputs, len(arrays[0])
+    num_inputs, num_heads = len(walk.inputs), len(arrays[0])
 
     def body(starts, owners, others, *refs):
-        inputs, outputs = refs[: len(sides)], refs[len(sides) : -len(walk.sums)]
+        inputs, outputs = refs[:num_inputs], refs[num_inputs : -len(walk.sums)]
         sums, n = refs[-len(walk.sums) :], pl.program_id(1)
         owner = owners[n]
 
@@ -230,8 +268,8 @@ def _run_tpu(
                 ref[...] = jnp.full_like(ref, value)
 
         blocks = [
-            _bounds(ref[...]) if side == "b" else ref[...]
-            for side, ref in zip(sides, inputs, strict=True)
+            _bounds(ref[...]) if kind is Kind.BOUNDS else ref[...]
+            for kind, ref in zip(walk.inputs, inputs, strict=True)
         ]
         i = others[n] if walk.by_key else owner
         new = walk.visit(tuple(ref[...] for ref in sums), blocks, i, pair)
@@ -243,12 +281,14 @@ def _run_tpu(
             for ref, a in zip(outputs, walk.finish(new, pair), strict=True):
                 ref[...] = a.astype(ref.dtype)
 
-    def spec(side):
+    def spec(kind):
         def index(head, n, starts, owners, others):
-            block = (owners if (side in OF_KEYS) == walk.by_key else others)[n]
-            return {"b": (block, 0), "l": (head, 0, block)}.get(side, (head, block, 0))
+            block = (owners if kind.is_of_keys == walk.by_key else others)[n]
+            by_kind = {Kind.BOUNDS: (block, 0), Kind.PER_QUERY: (head, 0, block)}
+            return by_kind.get(kind, (head, block, 0))
 
-        return pl.BlockSpec((pair.keys, 2) if side == "b" else (None, *pair.block(side)), index)
+        is_bounds = kind is Kind.BOUNDS
+        return pl.BlockSpec((pair.keys, 2) if is_bounds else (None, *pair.block(kind)), index)
 
     num_scores = pair.rows * pair.keys * pairs.others.size * num_heads
     outputs = _output_shapes(walk, arrays, (num_heads, 1, arrays[0].shape[1]))
@@ -258,9 +298,9 @@ def _run_tpu(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_heads, pairs.starts[-1]),
-            in_specs=list(map(spec, sides)),
+            in_specs=list(map(spec, walk.inputs)),
             out_specs=list(map(spec, walk.outputs)),
-            scratch_shapes=[pltpu.VMEM(pair.block(side), jnp.float32) for side in walk.sums],
+            scratch_shapes=[pltpu.VMEM(pair.block(kind), jnp.float32) for kind in walk.sums],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(  # upper bound, for full pair lists
@@ -283,58 +323,61 @@ def _run_gpu(
     are padded to a power of two on load.
     """
     (walk,) = walks
-    sides = walk.inputs
+    num_inputs = len(walk.inputs)
     num_tokens, num_heads, head_dim = arrays[0].shape
     G = num_heads // arrays[1].shape[1]
     pair = dataclasses.replace(pair, head_dim=pl.next_power_of_2(head_dim), transposed=walk.by_key)
 
     def body(starts, others, *refs):
         owner = pl.program_id(0)
-        inputs, outputs = refs[: len(sides)], refs[len(sides) :]
+        inputs, outputs = refs[:num_inputs], refs[num_inputs:]
         is_head = jnp.arange(pair.head_dim)[None] < head_dim
 
-        def load(side, ref, block):
-            tokens = pl.ds(block * pair.size(side), pair.size(side))
-            if side == "b":
+        def load(kind, ref, block):
+            tokens = pl.ds(block * pair.size(kind), pair.size(kind))
+            if kind is Kind.BOUNDS:
                 return tuple(ref[tokens, jnp.int32(n)][:, None] for n in range(2))
-            if side == "l":
+            if kind is Kind.PER_QUERY:
                 return ref[tokens][None]
             return plgpu.load(ref.at[tokens], mask=is_head, other=0.0)
 
         def step(n, sums):
             other = others[n]
             blocks = [
-                fixed[m] if m in fixed else load(side, inputs[m], other)
-                for m, side in enumerate(sides)
+                fixed[m] if m in fixed else load(kind, inputs[m], other)
+                for m, kind in enumerate(walk.inputs)
             ]
             return tuple(walk.visit(sums, blocks, other if walk.by_key else owner, pair))
 
-        def initial(side, value):
-            is_turned = side in "al" and not pair.transposed
-            return jnp.full(pair.block(side)[:: -1 if is_turned else 1], value)
+        def initial(kind, value):
+            is_turned = kind in (Kind.QUERIES_T, Kind.PER_QUERY) and not pair.transposed
+            return jnp.full(pair.block(kind)[:: -1 if is_turned else 1], value)
 
-        owned = ((m, side) for m, side in enumerate(sides) if (side in OF_KEYS) == walk.by_key)
-        fixed = {m: load(side, inputs[m], owner) for m, side in owned}
+        fixed = {
+            m: load(kind, inputs[m], owner)
+            for m, kind in enumerate(walk.inputs)
+            if kind.is_of_keys == walk.by_key
+        }
         sums = tuple(map(initial, walk.sums, walk.initial))
         sums = lax.fori_loop(starts[owner], starts[owner + 1], step, sums)
-        for side, ref, a in zip(walk.outputs, outputs, walk.finish(sums, pair), strict=True):
-            if side == "l":
+        for kind, ref, a in zip(walk.outputs, outputs, walk.finish(sums, pair), strict=True):
+            if kind is Kind.PER_QUERY:
                 ref[...] = a[0]
             else:
                 plgpu.store(ref, a.astype(ref.dtype), mask=is_head)
 
-    def whole(side):
-        if side == "b":
+    def whole(kind):
+        if kind is Kind.BOUNDS:
             return pl.BlockSpec((num_tokens, 2), lambda owner, head: (0, 0))
-        if side == "l":
+        if kind is Kind.PER_QUERY:
             return pl.BlockSpec((None, num_tokens), lambda owner, head: (head, 0))
-        shape, per_head = (num_tokens, None, pair.head_dim), 1 if side == "q" else G
+        shape, per_head = (num_tokens, None, pair.head_dim), G if kind.is_of_keys else 1
         return pl.BlockSpec(shape, lambda owner, head: (0, head // per_head, 0))
 
-    def owned_block(side):
-        if side == "l":
+    def owned_block(kind):
+        if kind is Kind.PER_QUERY:
             return pl.BlockSpec((None, pair.rows), lambda owner, head: (head, owner))
-        shape = pair.size(side), None, pair.head_dim
+        shape = pair.size(kind), None, pair.head_dim
         return pl.BlockSpec(shape, lambda owner, head: (owner, head, 0))
 
     # Two stages of float32 exceed the 99 KiB of shared memory of compute capability 8.6 and 8.9.
@@ -346,7 +389,7 @@ def _run_gpu(
         body,
         [jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)] * 2 if is_summed else shapes,
         grid=(len(pairs.starts) - 1, num_heads),
-        in_specs=[*lists, *map(whole, sides)],
+        in_specs=[*lists, *map(whole, walk.inputs)],
         out_specs=list(map(owned_block, walk.outputs)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=num_stages),
         interpret=interpret,
@@ -361,11 +404,11 @@ def _run_gpu(
 
 def _output_shapes(walk: Walk, arrays: Sequence[Array], lse_shape: tuple[int, ...]):
     shapes = {
-        "q": jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype),
-        "k": jax.ShapeDtypeStruct(arrays[1].shape, arrays[1].dtype),
-        "l": jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+        Kind.QUERIES: jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype),
+        Kind.KEYS: jax.ShapeDtypeStruct(arrays[1].shape, arrays[1].dtype),
+        Kind.PER_QUERY: jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     }
-    return [shapes[side] for side in walk.outputs]
+    return [shapes[kind] for kind in walk.outputs]
 
 
 # (walks over the same pairs, arrays, pairs, sizes of a pair, interpret) -> the walks' outputs.
