@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 
 from care_jax.aot import collectives, roofline, shapes, step_sizes, workload
 from care_jax.aot.collectives import Received
-from care_jax.aot.in_flight import InFlight, Memory, fastest
+from care_jax.aot.in_flight import Concurrency, Memory, fastest
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
@@ -104,7 +104,7 @@ class Fit:
     largest: StepSizes | None = None  # the largest step of "rl"
     expected: StepSizes | None = None  # a step at the mean length, if one is given
     mean_response: float | None = None  # that mean, in tokens per response
-    in_flight: InFlight | None = None  # the fastest at that mean of those that should fit
+    in_flight: Concurrency | None = None  # the fastest at that mean of those that should fit
     carried: int = 0  # bytes of a chip's slots between expected steps
     is_offloaded: bool = False  # they are in host memory
 

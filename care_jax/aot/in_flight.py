@@ -25,7 +25,7 @@ _ALIGNED = 4  # slots of a shard are a multiple, so that they can be halved twic
 
 
 @dataclasses.dataclass(frozen=True)
-class InFlight:
+class Concurrency:
     """Prompts, and rollouts of each, in flight."""
 
     num_prompts: int  # rl.decode_prompts
@@ -60,7 +60,7 @@ class Memory:
         return parts * bisect.bisect_right(numbers, self.chip, key=needed)
 
 
-def fastest(run: Run, chip: Chip, memory: Memory, mean_response: float) -> InFlight | None:
+def fastest(run: Run, chip: Chip, memory: Memory, mean_response: float) -> Concurrency | None:
     """The numbers that decode a step of drawn lengths fastest, of those that should fit, if any."""
     rl = run.config.rl
     parts = sharding.num_shards(run.decode_batch_sharding)
@@ -75,12 +75,12 @@ def fastest(run: Run, chip: Chip, memory: Memory, mean_response: float) -> InFli
     now = seconds(rl.decode_prompts, configured)
     best = None
     if memory.needed(run, rl.decode_prompts, configured) <= memory.chip:
-        best = InFlight(rl.decode_prompts, configured, 1.0)
+        best = Concurrency(rl.decode_prompts, configured, 1.0)
     for num_rows in {min(2**i, rl.num_rollouts) for i in range(rl.num_rollouts.bit_length() + 1)}:
         most = memory.most_prompts(run, num_rows)
         for step in (parts, _ALIGNED * parts):
             if number := most // step * step:
-                other = InFlight(number, num_rows, seconds(number, num_rows) / now)
+                other = Concurrency(number, num_rows, seconds(number, num_rows) / now)
                 best = other if best is None or other.share < best.share else best
     return best
 

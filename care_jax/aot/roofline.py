@@ -41,7 +41,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class DecodeBatch:
     """Prompts of P tokens and N patches, each with R rows of T cache slots."""
 
     prompts: int
@@ -101,11 +101,11 @@ def score_work(
     )
 
 
-def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
+def prefill_work(config: BackboneConfig, batch: DecodeBatch, layout: Layout) -> Work:
     """Prefill: a forward of each prompt and its images."""
-    tower = rows.prompts * flops.tower_flops(config.vision, rows.patches)
-    num_tokens = rows.prompts * rows.prompt_tokens
-    num_pairs = rows.prompts * flops.causal_pairs(rows.prompt_tokens)
+    tower = batch.prompts * flops.tower_flops(config.vision, batch.patches)
+    num_tokens = batch.prompts * batch.prompt_tokens
+    num_pairs = batch.prompts * flops.causal_pairs(batch.prompt_tokens)
     return Work(
         flops=tower + flops.decoder_flops(config.text, num_tokens, num_pairs, 0),
         hbm_bytes=decoder_weights(config.text) * layout.itemsize / layout.product_parts,
@@ -114,7 +114,7 @@ def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
 
 def decode_work(
     config: BackboneConfig,
-    rows: Rows,
+    batch: DecodeBatch,
     layout: Layout,
     *,
     num_steps: int,
@@ -123,19 +123,19 @@ def decode_work(
 ) -> Work:
     """Decode steps of all rows, including idle ones.
 
-    Every step reads the weights and the KV cache. `rows` has the allocated cache slots; all rows
+    Every step reads the weights and the KV cache. `batch` has the allocated cache slots; all rows
     together sample `num_tokens`. `num_read` has the cache slots read of prompts and of rows, summed
     over the steps; None: all.
     """
     text = config.text
-    num_rows = rows.prompts * rows.rows
-    allocated = rows.prompts * rows.prompt_tokens, num_rows * rows.row_tokens
+    num_rows = batch.prompts * batch.rows
+    allocated = batch.prompts * batch.prompt_tokens, num_rows * batch.row_tokens
     of_prompts, of_rows = num_read or (num_steps * allocated[0], num_steps * allocated[1])
     cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * (of_prompts + of_rows)
     cache *= layout.itemsize
     cache /= layout.batch_parts * math.gcd(text.num_kv_heads, layout.product_parts)
     weights = decoder_weights(text) * layout.itemsize / layout.product_parts
-    num_computed, num_pairs = num_rows * num_steps, rows.rows * of_prompts + of_rows
+    num_computed, num_pairs = num_rows * num_steps, batch.rows * of_prompts + of_rows
     return Work(
         flops=flops.decoder_flops(text, num_computed, num_pairs, num_computed),
         hbm_bytes=num_steps * weights + cache,

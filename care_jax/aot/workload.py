@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from care_jax.aot import roofline
-from care_jax.aot.roofline import Layout, Rows, Work
+from care_jax.aot.roofline import DecodeBatch, Layout, Work
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.simulation import Call
 from care_jax.devices import sharding
@@ -28,16 +28,16 @@ def layout(run: Run, is_decoding: bool = False) -> Layout:
 
 def prefill(run: Run, sizes: Sizes, bucket: tuple[int, int]) -> Work:
     """Prefill of `sizes.num_new` prompts, padded to a bucket of (tokens, patches)."""
-    rows = Rows(sizes.num_new, *bucket, 1, 0)
-    return roofline.prefill_work(run.policy.config, rows, layout(run, is_decoding=True))
+    batch = DecodeBatch(sizes.num_new, *bucket, 1, 0)
+    return roofline.prefill_work(run.policy.config, batch, layout(run, is_decoding=True))
 
 
 def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
     """The decode steps of one call; XLA's attention reads the whole caches."""
-    rows = Rows(call.num_slots, call.num_prompt_tokens, 0, sizes.num_rows, sizes.max_tokens)
+    batch = DecodeBatch(call.num_slots, call.num_prompt_tokens, 0, sizes.num_rows, sizes.max_tokens)
     return roofline.decode_work(
         run.policy.config,
-        rows,
+        batch,
         layout(run, is_decoding=True),
         num_steps=call.num_steps,
         num_tokens=call.num_tokens,

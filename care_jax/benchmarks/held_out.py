@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from care_jax.batch import Example
-from care_jax.benchmarks.samples import Answers, Questions, Sample, Verdict
+from care_jax.benchmarks.samples import Answers, Questions, QuestionVerdict, Sample
 from care_jax.method import diagnostics
 from care_jax.rewards.scores import Scored
 
@@ -16,7 +16,7 @@ from care_jax.rewards.scores import Scored
 def questions_of(examples: Sequence[Example], score: Callable[[Answers], Scored]) -> Questions:
     """The held-out examples as a benchmark; `score` verifies answers as `rewards.scores` does."""
 
-    def verdicts(answers: Answers) -> list[Verdict]:
+    def verdicts(answers: Answers) -> list[QuestionVerdict]:
         scores, _, _, components = score(answers)
         found = []
         for row, (accs, fmts) in enumerate(zip(scores.acc, scores.fmt, strict=True)):
@@ -27,7 +27,7 @@ def questions_of(examples: Sequence[Example], score: Callable[[Answers], Scored]
                 # Components are empty where the function failed.
                 pairs = zip(judged, components[row], strict=True)
                 judged = [acc if of_row else None for acc, of_row in pairs]
-            found.append(Verdict(judged, bool(scores.has_answer[row].all()), more=more))
+            found.append(QuestionVerdict(judged, bool(scores.has_answer[row].all()), more=more))
         return found
 
     return Questions("held_out", examples, verdicts, lambda sample: [sample["source"]])

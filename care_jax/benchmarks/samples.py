@@ -42,7 +42,7 @@ class Answers(NamedTuple):
     dropped: dict[int, Example]
 
 
-class Verdict(NamedTuple):
+class QuestionVerdict(NamedTuple):
     """The verdict on the responses to one question.
 
     Attributes:
@@ -65,17 +65,17 @@ class Questions(NamedTuple):
 
     name: str
     examples: Sequence[Example]
-    verdicts: Callable[[Answers], list[Verdict]]
+    verdicts: Callable[[Answers], list[QuestionVerdict]]
     categories: Callable[[Sample], list[str]]
     judged: Callable[[Sequence[Sample]], list[Sample]] = list
 
 
-def samples_of(answers: Answers, verdicts: Sequence[Verdict]) -> list[Sample]:
+def samples_of(answers: Answers, verdicts: Sequence[QuestionVerdict]) -> list[Sample]:
     """A sample per question, with the fields that `scoreboard.score` needs."""
     num_samples = answers.rollouts.tokens.shape[1]
     is_complete = [bool(row.all()) for row in np.asarray(answers.rollouts.is_complete)]
     columns = answers.indices, answers.examples, answers.texts, verdicts, is_complete
-    unasked = [""] * num_samples, Verdict([0.0] * num_samples, is_parsed=False), False
+    unasked = [""] * num_samples, QuestionVerdict([0.0] * num_samples, is_parsed=False), False
     return [_sample(*row) for row in zip(*columns, strict=True)] + [
         _sample(index, example, *unasked) | {"is_dropped": True}
         for index, example in answers.dropped.items()
@@ -119,7 +119,7 @@ def read(path: pathlib.Path, digest: str) -> list[Sample]:
 
 
 def _sample(
-    index: int, example: Example, texts: Sequence[str], verdict: Verdict, is_complete: bool
+    index: int, example: Example, texts: Sequence[str], verdict: QuestionVerdict, is_complete: bool
 ) -> Sample:
     document = json.dumps(example.extra, ensure_ascii=False, default=str)
     judged = [acc for acc in verdict.accs if acc is not None]

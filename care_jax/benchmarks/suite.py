@@ -26,7 +26,7 @@ from care_jax.batch import Example, Unusable
 from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.rows import gold_of
-from care_jax.benchmarks.samples import Answers, Questions, Sample, Verdict
+from care_jax.benchmarks.samples import Answers, Questions, QuestionVerdict, Sample
 from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.readers.parquet import ParquetRows, columns_without_bytes
 
@@ -138,14 +138,14 @@ class Benchmark(Sequence[Example]):
         names = [name for name in self.release.groups if fields.get(name) not in (None, "")]
         return groups + [f"{name}/{fields[name]}" for name in names]
 
-    def verdicts(self, answers: Answers) -> list[Verdict]:
+    def verdicts(self, answers: Answers) -> list[QuestionVerdict]:
         """Verdicts of the rules."""
         scorer, verdicts = self.scorer, []
         for index, texts in zip(answers.indices, answers.texts, strict=True):
             row = self.rows[index]
             accs = [float(scorer.is_correct(text, row)) for text in texts]
             is_parsed = all(scorer.parse(text, row) is not None for text in texts)
-            verdicts.append(Verdict(accs, is_parsed))
+            verdicts.append(QuestionVerdict(accs, is_parsed))
         return verdicts
 
     def judged(self, samples: Sequence[Sample], judge: Judge | None) -> list[Sample]:

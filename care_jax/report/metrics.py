@@ -24,7 +24,7 @@ import tensorboardX.summary
 from care_jax.devices import compilation, distributed
 from care_jax.report import about, pictures
 from care_jax.report.records import keep_records, read_records
-from care_jax.report.trackers import Mlflow, Source, Wandb, columns
+from care_jax.report.trackers import Mlflow, TrackedRun, Wandb, columns
 
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
 
@@ -105,9 +105,9 @@ class MetricWriter:
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
         self._refused: OSError | None = None  # the first one in a TensorBoard thread
         self._counters: dict[str, dict[str, Counter[str]]] = {}
-        source = Source(self.path.parent.resolve(), self._settings)
+        tracked = TrackedRun(self.path.parent.resolve(), self._settings)
         wanted = ((Wandb, wandb_project), (Mlflow, mlflow_experiment)) if self._is_writer else ()
-        self._trackers = [tracker(source, name) for tracker, name in wanted if name]
+        self._trackers = [tracker(tracked, name) for tracker, name in wanted if name]
 
     def begin(self, stage: str, start_step: int = 0) -> None:
         """Starts or resumes a stage; its lines from `start_step` on are dropped."""

@@ -30,7 +30,7 @@ _STOPPED = (distributed.Preempted, KeyboardInterrupt)
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class TrackedRun:
     """The workdir whose stages are sent, and its settings: the fields of config.json."""
 
     workdir: pathlib.Path
@@ -62,25 +62,25 @@ class Source:
 class Wandb:
     """Runs of a wandb project, in a group named after the workdir; ValueError if not installed."""
 
-    def __init__(self, source: Source, project: str):
+    def __init__(self, tracked: TrackedRun, project: str):
         self._wandb = _import("wandb", "metrics.wandb_project")
-        self._source, self._project = source, project
+        self._tracked, self._project = tracked, project
         self._runs: dict[str, Any] = {}
 
     def begin(self, stage: str) -> None:
-        source = self._source
+        tracked = self._tracked
         self._runs[stage] = self._wandb.init(
             project=self._project,
-            group=source.workdir.name,
-            name=source.name(stage),
+            group=tracked.workdir.name,
+            name=tracked.name(stage),
             job_type=stage,
-            tags=[tag[:64] for tag in source.tags(stage).values()],  # the longest that it takes
-            config=dict(source.settings),
+            tags=[tag[:64] for tag in tracked.tags(stage).values()],  # the longest that it takes
+            config=dict(tracked.settings),
             allow_val_change=True,  # some keys may change on resume
-            id=source.number(stage),
+            id=tracked.number(stage),
             resume="allow",
             reinit="create_new",  # stages follow one another in one process
-            dir=str(source.workdir),
+            dir=str(tracked.workdir),
         )
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -106,24 +106,24 @@ class Wandb:
 class Mlflow:
     """Runs of an MLflow experiment, at MLFLOW_TRACKING_URI; ValueError if not installed."""
 
-    def __init__(self, source: Source, experiment: str):
+    def __init__(self, tracked: TrackedRun, experiment: str):
         self._mlflow = _import("mlflow", "metrics.mlflow_experiment")
-        self._source, self._client = source, self._mlflow.MlflowClient()
+        self._tracked, self._client = tracked, self._mlflow.MlflowClient()
         self._experiment = self._mlflow.set_experiment(experiment).experiment_id
         self._runs: dict[str, str] = {}  # ids by stage
 
     def begin(self, stage: str) -> None:
-        client, source, number = self._client, self._source, self._source.number(stage)
+        client, tracked, number = self._client, self._tracked, self._tracked.number(stage)
         found = client.search_runs([self._experiment], f"tags.care_jax_run = '{number}'")
         if found:
             self._runs[stage] = found[0].info.run_id
             client.update_run(self._runs[stage], status="RUNNING")
             return
-        tags = {"care_jax_run": number, **source.tags(stage)}
-        run = client.create_run(self._experiment, run_name=source.name(stage), tags=tags)
+        tags = {"care_jax_run": number, **tracked.tags(stage)}
+        run = client.create_run(self._experiment, run_name=tracked.name(stage), tags=tags)
         self._runs[stage] = run.info.run_id
         param = self._mlflow.entities.Param
-        params = [param(key, _text(value)) for key, value in about.flat(source.settings)]
+        params = [param(key, _text(value)) for key, value in about.flat(tracked.settings)]
         for first in range(0, len(params), _MOST_PARAMS):
             client.log_batch(run.info.run_id, params=params[first : first + _MOST_PARAMS])
 

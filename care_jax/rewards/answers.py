@@ -1,9 +1,10 @@
 """Compares two answers: by text rules in microseconds, or else by computer algebra.
 
 `compare` returns "equal: ..." or "different: ...", each with the rule that decided, "refused: ...",
-or a `Question` for `symbolic.SymbolicPool`. It compares text, choices, numbers with commas, percent
-signs and units, and lists of these, and evaluates nothing. Only undecided mathematics becomes a
-question.
+or a `Comparison` for `symbolic.SymbolicPool`. It compares text, choices, numbers with commas,
+percent signs and units, and lists of these, and evaluates nothing. Only undecided mathematics
+becomes a `Comparison`.
+
 Answers come from a policy that is rewarded for agreement. An answer that hedges or gives several
 values is therefore "different", and one that is too expensive to evaluate is refused.
 """
@@ -27,7 +28,7 @@ from care_jax.rewards.equivalence import (
     quantities,
     relations,
 )
-from care_jax.rewards.symbolic import Question, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool
 
 _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 _MAX_UNITS = 8  # at the end of an answer
@@ -74,7 +75,7 @@ def is_equivalent(
         num_decimals=num_decimals,
         units_matter=units_matter,
     )
-    if isinstance(outcome, Question):
+    if isinstance(outcome, Comparison):
         (outcome,) = shared_pool().ask([outcome])
     return is_equal(outcome)
 
@@ -100,8 +101,8 @@ def compare(
     tolerance: float = 0.0,
     num_decimals: int | None = None,
     units_matter: bool = False,
-) -> str | Question:
-    """The outcome by text rules, or a question for algebra; arguments as in `is_equivalent`."""
+) -> str | Comparison:
+    """The outcome by text rules, or a comparison for algebra; arguments as in `is_equivalent`."""
     same = functools.partial(_compare_clean, limits=_Limits(tolerance, num_decimals, units_matter))
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
@@ -174,8 +175,8 @@ def _fitting_options(text: str, choices: Iterable[str], same: Callable) -> set[i
 
 
 def _compare_choice(
-    prediction: str, gold: str, choices: _Choices, same: Callable[[str, str], str | Question]
-) -> str | Question:
+    prediction: str, gold: str, choices: _Choices, same: Callable[[str, str], str | Comparison]
+) -> str | Comparison:
     """Compares options; both sides may name one by its letter or its text."""
     texts, keys, _ = choices
     named, gold_named = (_named_options(text, choices, same) for text in (prediction, gold))
@@ -191,14 +192,14 @@ def _compare_choice(
         if keys[gold_index].upper() == options.LETTERS[gold_index]:
             return "different: no option"  # options shown as pictures have no text to compare
         outcome = same(prediction, texts[gold_index])
-        if isinstance(outcome, Question) or not is_equal(outcome):
+        if isinstance(outcome, Comparison) or not is_equal(outcome):
             return outcome
         is_only = _fitting_options(prediction, texts, same) == {gold_index}  # 5 fits 5 cm and 5 m
         return outcome if is_only else "different: several options"
     return same(texts[index] if index >= 0 else prediction, gold)
 
 
-def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Question:
+def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
     for _ in range(_MAX_UNITS):
         if prediction == gold:
             return "equal: same text"
@@ -225,8 +226,8 @@ def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Questio
     return _ask(prediction, gold, limits)
 
 
-def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
-    """The question for computer algebra, or the outcome if none is needed."""
+def _ask(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
+    """The comparison for computer algebra, or the outcome if none is needed."""
     if not _are_mathematics(prediction, gold):
         return "different: other words"
     if any(clock and clock.is_certain for clock in map(joined.read_clock, (prediction, gold))):
@@ -257,7 +258,7 @@ def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
         prediction = f"{name} = {value}"
     if prediction.count("=") > gold.count("=") and not listed:
         return "different: an equation, no value"  # in `9 = 7` neither side is the answer
-    return Question(
+    return Comparison(
         gold=formulas.as_latex(gold),
         prediction=formulas.as_latex(prediction),
         num_decimals=_NUM_DECIMALS if limits.num_decimals is None else limits.num_decimals,

@@ -15,7 +15,7 @@ from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation
 from care_jax.rewards.equivalence.quantities import read_number
 from care_jax.rewards.reward_function import Components
-from care_jax.rewards.symbolic import Question
+from care_jax.rewards.symbolic import Comparison
 from care_jax.rewards.verifier import parse_text
 
 MAX_PARTIAL = 0.9  # limit of a wrong answer's credit, below the 1 of a right answer
@@ -32,7 +32,7 @@ def relative_error(question: str, responses: Sequence[str], example: Example) ->
     """
     found = [_answer_of(text) for text in responses]
     outcomes = [_compare(answer, example) for answer in found]
-    replies = _ask(outcome for outcome in outcomes if isinstance(outcome, Question))
+    replies = _ask(outcome for outcome in outcomes if isinstance(outcome, Comparison))
     return [
         {"acc": _credit(answer, replies.get(outcome, outcome), example)}
         for answer, outcome in zip(found, outcomes, strict=True)
@@ -48,7 +48,7 @@ def _answer_of(text: str) -> str:
     return parse_text(text, think_tag=think_tag).answer
 
 
-def _compare(answer: str, example: Example) -> str | Question:
+def _compare(answer: str, example: Example) -> str | Comparison:
     return answers.compare(
         answer,
         example.answer,
@@ -58,21 +58,21 @@ def _compare(answer: str, example: Example) -> str | Question:
     )
 
 
-def _ask(questions: Iterable[Question]) -> dict[str | Question, str]:
-    """The outcomes of questions, short ones first, which share the CPU time of a group.
+def _ask(comparisons: Iterable[Comparison]) -> dict[str | Comparison, str]:
+    """The outcomes of comparisons, short ones first, which share the CPU time of a group.
 
     What one leaves of its time is for the others, so that a few costly answers cost no other one.
     """
-    waiting = sorted(set(questions), key=lambda question: len(question.prediction))
+    waiting = sorted(set(comparisons), key=lambda comparison: len(comparison.prediction))
     left, outcomes = _CPU_SECONDS, {}
-    for index, question in enumerate(waiting):
+    for index, comparison in enumerate(waiting):
         limit, start = left / (len(waiting) - index), time.monotonic()
-        (outcomes[question],) = answers.shared_pool().ask([question], limit)
+        (outcomes[comparison],) = answers.shared_pool().ask([comparison], limit)
         left -= min(limit, time.monotonic() - start)
     return outcomes
 
 
-def _credit(answer: str, outcome: str | Question, example: Example) -> float:
+def _credit(answer: str, outcome: str | Comparison, example: Example) -> float:
     if not answer:
         return 0.0
     if isinstance(outcome, str) and answers.is_equal(outcome):

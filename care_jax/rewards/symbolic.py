@@ -2,7 +2,7 @@
 
 Computer algebra on text from a policy can hang, exhaust memory or crash, so it never runs in the
 caller's process. The worker limits its CPU seconds and memory. The pool kills a worker after a
-wall-clock limit and starts a new one for the next question.
+wall-clock limit and starts a new one for the next comparison.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from care_jax.rewards.worker_pool import WorkerPool
 
 _MEMORY_BYTES = 2 << 30  # address space of one worker
 _SMALL = 1e-3  # math_verify rounds numbers to six decimals
-_CACHE_SIZE = 65536  # questions whose outcome is cached
+_CACHE_SIZE = 65536  # comparisons whose outcome is cached
 
 
-class Question(NamedTuple):
+class Comparison(NamedTuple):
     """Is `prediction` the same mathematical object as `gold`?
 
     Attributes:
@@ -41,15 +41,15 @@ class Question(NamedTuple):
 
 
 class SymbolicPool:
-    """Worker processes that answer `Question`s; started on the first question, ended by `close`.
+    """Worker processes that make `Comparison`s; started on the first one, ended by `close`.
 
     Args:
         num_workers: maximum number of processes.
         timeout: wall-clock seconds until a worker is killed; its CPU time limit is 40% of this.
 
     Attributes:
-        counts: numbers since the start: questions sent to workers (`symbolic_calls`), answered from
-            the cache (`cached`), timed out (`timeouts`), and lost to a crash (`crashes`).
+        counts: numbers since the start: comparisons sent to workers (`symbolic_calls`), answered
+            from the cache (`cached`), timed out (`timeouts`), and lost to a crash (`crashes`).
     """
 
     def __init__(self, num_workers: int = 2, timeout: float = 5.0):
@@ -69,40 +69,40 @@ class SymbolicPool:
             what="math_verify",
             advice="install it",
         )
-        self._outcomes: collections.OrderedDict[Question, str] = collections.OrderedDict()
-        self._late: set[Question] = set()
+        self._outcomes: collections.OrderedDict[Comparison, str] = collections.OrderedDict()
+        self._late: set[Comparison] = set()
         self._lock = threading.Lock()
 
-    def ask(self, questions: Sequence[Question], cpu_seconds: float | None = None) -> list[str]:
+    def ask(self, comparisons: Sequence[Comparison], cpu_seconds: float | None = None) -> list[str]:
         """The outcomes: "equal: ...", "different: ...", "refused: ...", "timeout" or "crash".
 
         Args:
-            questions: any number of them; equal ones are answered once.
+            comparisons: any number of them; equal ones are answered once.
             cpu_seconds: a lower time limit for each, of which the outcome "timeout" is not cached.
 
         Raises:
             ValueError: a worker could not start (math_verify missing, say).
         """
         with self._lock:
-            pending = [q for q in dict.fromkeys(questions) if q not in self._outcomes]
-            self.counts["cached"] += len(questions) - len(pending)
+            pending = [each for each in dict.fromkeys(comparisons) if each not in self._outcomes]
+            self.counts["cached"] += len(comparisons) - len(pending)
             self.counts["symbolic_calls"] += len(pending)
-            replies = [self._pool.submit(*question, cpu_seconds) for question in pending]
+            replies = [self._pool.submit(*comparison, cpu_seconds) for comparison in pending]
             fresh = {}
-            for question, reply in zip(pending, replies, strict=True):
+            for comparison, reply in zip(pending, replies, strict=True):
                 found = reply.result()
-                fresh[question] = found["text"] if "text" in found else next(iter(found))
-                self.counts["timeouts"] += fresh[question] == "timeout"
-                self.counts["crashes"] += fresh[question] == "crash"
+                fresh[comparison] = found["text"] if "text" in found else next(iter(found))
+                self.counts["timeouts"] += fresh[comparison] == "timeout"
+                self.counts["crashes"] += fresh[comparison] == "crash"
                 # A busy machine may be behind a crash, or behind a timeout that the worker, which
                 # has a limit of CPU time, did not report. A second such timeout is believed.
                 is_late = "timeout" in found
                 is_known = "text" in found and not (cpu_seconds and found["text"] == "timeout")
-                if is_known or (is_late and question in self._late):
-                    self._outcomes[question] = fresh[question]
+                if is_known or (is_late and comparison in self._late):
+                    self._outcomes[comparison] = fresh[comparison]
                 elif is_late:
-                    self._late.add(question)
-            known = [fresh.get(q) or self._outcomes[q] for q in questions]
+                    self._late.add(comparison)
+            known = [fresh.get(each) or self._outcomes[each] for each in comparisons]
             while len(self._outcomes) > _CACHE_SIZE:
                 self._outcomes.popitem(last=False)
             return known
@@ -116,7 +116,7 @@ class _CpuTimeout(BaseException):
     """Raised by the CPU timer; a BaseException, so no `except Exception` in sympy catches it."""
 
 
-def _compare(question: Question) -> str:
+def _compare(comparison: Comparison) -> str:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -134,13 +134,13 @@ def _compare(question: Question) -> str:
             extraction_mode="first_match",
             parsing_timeout=None,
         )
-        for text in question[:2]
+        for text in comparison[:2]
     )
     if not gold or not prediction:
         return "different: not readable as mathematics"
     is_equal = verify(
-        gold, prediction, float_rounding=question.num_decimals, timeout_seconds=None
-    ) or _is_close(gold[0], prediction[0], question.num_decimals, question.tolerance)
+        gold, prediction, float_rounding=comparison.num_decimals, timeout_seconds=None
+    ) or _is_close(gold[0], prediction[0], comparison.num_decimals, comparison.tolerance)
     return f"{'equal' if is_equal else 'different'}: by computer algebra"
 
 
@@ -207,7 +207,7 @@ def _differ_in_size(gold: Any, prediction: Any) -> bool:
 
 
 def start(timeout: float) -> Callable[..., str]:
-    """Sets the limits of this worker process and returns the function that answers questions."""
+    """Sets the limits of this worker process and returns the function that answers comparisons."""
     for stream in (1, 2):  # parsers print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     _make_exact()
@@ -225,7 +225,7 @@ def start(timeout: float) -> Callable[..., str]:
         signal.alarm(int(timeout) + 10)  # ends a stuck worker even if the pool has died
         signal.setitimer(signal.ITIMER_PROF, min(cpu_seconds or timeout, 0.4 * timeout))
         try:
-            return _compare(Question(gold, prediction, num_decimals, tolerance))
+            return _compare(Comparison(gold, prediction, num_decimals, tolerance))
         except _CpuTimeout:
             return "timeout"
         except MemoryError:

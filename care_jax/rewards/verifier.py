@@ -23,7 +23,7 @@ from care_jax.method import spans
 from care_jax.rewards import answers
 from care_jax.rewards.equivalence import free_text
 from care_jax.rewards.reward_function import RewardFunction, RewardPool, name_of, read_reply
-from care_jax.rewards.symbolic import Question, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool
 from care_jax.rewards.worker_pool import Reply
 
 # The counts of responses that a reward function did not judge.
@@ -182,10 +182,10 @@ class Verifier:
             self._compare(span.answer, example) if span.has_answer else "no answer span"
             for span, example in zip(parsed, examples, strict=True)
         ]
-        questions = [outcome for outcome in outcomes if isinstance(outcome, Question)]
-        self._num_fast += len(outcomes) - len(questions)
-        replies = iter(self._pool.ask(questions))
-        answered = [next(replies) if isinstance(out, Question) else out for out in outcomes]
+        comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
+        self._num_fast += len(outcomes) - len(comparisons)
+        replies = iter(self._pool.ask(comparisons))
+        answered = [next(replies) if isinstance(out, Comparison) else out for out in outcomes]
         return [
             Verdict(
                 acc=float(answers.is_equal(outcome)),
@@ -195,7 +195,7 @@ class Verifier:
             for span, outcome in zip(parsed, answered, strict=True)
         ]
 
-    def _compare(self, answer: str, example: Example) -> str | Question:
+    def _compare(self, answer: str, example: Example) -> str | Comparison:
         if not isinstance(gold := example.answer, str):
             raise ValueError(
                 f"the answer of example {example.id!r} is a {type(gold).__name__}, and the "

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from care_jax.aot import shapes
-from care_jax.aot.in_flight import InFlight, Memory, fastest
+from care_jax.aot.in_flight import Concurrency, Memory, fastest
 from care_jax.config.checks import fill_in
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
@@ -75,7 +75,7 @@ def test_numbers_that_do_not_fit_are_never_the_fastest(policy, tmp_path):
     programs = ((slots(run), slots(run)),)
     assert fastest(run, chip(1.0), Memory(0, 0, programs), MEAN) is None
     reads = chip(1e15, 1.0)
-    assert fastest(run, reads, Memory(slots(run), 0, programs), MEAN) == InFlight(16, 4, 1.0)
+    assert fastest(run, reads, Memory(slots(run), 0, programs), MEAN) == Concurrency(16, 4, 1.0)
     small = Memory(slots(run) * 3 // 4, 0, programs)
     found = fastest(run, reads, small, MEAN)
     assert small.needed(run, found.num_prompts, found.num_rows) <= small.chip and found.share > 1

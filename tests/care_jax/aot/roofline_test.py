@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from care_jax.aot import roofline
-from care_jax.aot.roofline import Layout, Rows, Work
+from care_jax.aot.roofline import DecodeBatch, Layout, Work
 from care_jax.decoding import sampler
 from care_jax.devices import flops
 from care_jax.devices.flops import Chip, Packed
@@ -44,7 +44,7 @@ TOWER = VisionConfig(
     full_attention_layers=(1,),
 )
 SMALL = dataclasses.replace(RELEASES["Qwen/Qwen2.5-VL-7B-Instruct"], text=TEXT, vision=TOWER)
-ROWS = Rows(prompts=2, prompt_tokens=3, patches=8, rows=2, row_tokens=2)
+BATCH = DecodeBatch(prompts=2, prompt_tokens=3, patches=8, rows=2, row_tokens=2)
 # Two prompts of 3 tokens with an image of 8 patches each, two responses of 2 tokens to each.
 PACKED = Packed(tokens=14, patches=16, pairs=48, patch_pairs=128, scored=8)
 LAYOUT = Layout(batch_parts=2, weight_parts=2, product_parts=1, itemsize=2)
@@ -110,7 +110,7 @@ def test_an_update_is_worth_three_forwards_of_what_is_not_padding():
 
 def test_decoding_reads_weights_and_cache_in_every_step():
     """328 weights; 2 prompts of 3 tokens and 4 rows of 2 keep 14 keys and values of 2, 2 layers."""
-    work = roofline.decode_work(SMALL, ROWS, LAYOUT, num_steps=3, num_tokens=7)
+    work = roofline.decode_work(SMALL, BATCH, LAYOUT, num_steps=3, num_tokens=7)
     cache = 14 * 2 * 2 * 2 * 2 / 2  # half of the prompts
     assert work.tokens == 7 and work.hbm_bytes == 3 * (328 * 2 + cache)
     assert work.num_passes == 3
@@ -121,7 +121,7 @@ def test_decoding_reads_weights_and_cache_in_every_step():
 def test_decoding_reads_as_much_of_the_cache_as_attention_needs():
     """4 slots of prompts, which two rows each attend to, and 5 of rows, in all three steps."""
     settings = dict(num_steps=3, num_tokens=7, num_read=(4, 5))
-    work = roofline.decode_work(SMALL, ROWS, LAYOUT, **settings)
+    work = roofline.decode_work(SMALL, BATCH, LAYOUT, **settings)
     assert work.hbm_bytes == 3 * 328 * 2 + 9 * 2 * 2 * 2 * 2 / 2
     assert work.flops == flops.decoder_flops(TEXT, 12, 2 * 4 + 5, 12)
 
@@ -158,8 +158,8 @@ def test_prefill_is_what_the_compiler_counts(policy, params, prompts):
     )
     counted = prefill.lower(decode_params).compile().cost_analysis()["flops"]
     B, P = prompts.tokens.shape
-    rows = Rows(B, P, prompts.images.patches.shape[1], 1, 0)
+    batch = DecodeBatch(B, P, prompts.images.patches.shape[1], 1, 0)
     text = policy.config.text
     masked = 4 * text.num_layers * text.num_heads * text.head_dim * B * (P * P - P * (P + 1) // 2)
-    ours = roofline.prefill_work(policy.config, rows, LAYOUT).flops + masked
+    ours = roofline.prefill_work(policy.config, batch, LAYOUT).flops + masked
     np.testing.assert_allclose(counted / ours, 1, atol=0.15)

@@ -1,7 +1,7 @@
 """Pairs of a prediction and a gold answer, by what the comparison makes of them."""
 
 from care_jax.rewards import answers
-from care_jax.rewards.symbolic import Question
+from care_jax.rewards.symbolic import Comparison
 
 EQUAL = [
     ("7", "7"),
@@ -531,5 +531,5 @@ ASKED_DIFFERENT = [
 def compare(*args, **kwargs):
     """ "equal", "different", "refused: ..." or the question; verifier_test has the rules' names."""
     outcome = answers.compare(*args, **kwargs)
-    is_decided = not isinstance(outcome, Question) and not outcome.startswith("refused")
+    is_decided = not isinstance(outcome, Comparison) and not outcome.startswith("refused")
     return outcome.partition(":")[0] if is_decided else outcome

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from care_jax.rewards.answers import is_equal, is_equivalent
 from care_jax.rewards.equivalence.notation import clean
-from care_jax.rewards.symbolic import Question, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool
 from care_jax.rewards.verifier import extract_answer
 
 CASES = Path(__file__).parents[3].parent / "shared" / "cases" / "equivalence.jsonl"
@@ -29,13 +29,13 @@ def test_wrong_hedged_and_multiple_answers_are_different_at_sight(prediction, go
 
 @pytest.mark.parametrize(("prediction", "gold"), ASKED_EQUAL)
 def test_formulas_in_other_notations_are_equal_by_computer_algebra(prediction, gold):
-    assert isinstance(compare(prediction, gold), Question)
+    assert isinstance(compare(prediction, gold), Comparison)
     assert is_equivalent(prediction, gold)
 
 
 @pytest.mark.parametrize(("prediction", "gold"), ASKED_DIFFERENT)
 def test_factors_are_no_units_and_scripts_are_no_digits(prediction, gold):
-    assert isinstance(compare(prediction, gold), Question)
+    assert isinstance(compare(prediction, gold), Comparison)
     assert not is_equivalent(prediction, gold)
 
 
@@ -74,7 +74,7 @@ def test_every_text_equals_itself(text):
 def test_it_does_not_matter_which_of_two_values_is_gold(one, other):
     def outcome(prediction, gold):
         found = compare(prediction, gold)
-        return "asked" if isinstance(found, Question) else found
+        return "asked" if isinstance(found, Comparison) else found
 
     if "=" not in one + other:  # `x = 7` answers 7, but 7 may not answer an equation
         assert outcome(one, other) == outcome(other, one)
@@ -85,8 +85,8 @@ def test_it_does_not_matter_which_of_two_values_is_gold(one, other):
 def test_latex_around_an_answer_changes_nothing(answer, gold, dress, other):
     assert compare(dress.format(answer), other.format(answer)) == "equal"
     plain, dressed = compare(answer, gold), compare(dress.format(answer), other.format(gold))
-    assert isinstance(plain, Question) == isinstance(dressed, Question)
-    assert isinstance(plain, Question) or plain == dressed
+    assert isinstance(plain, Comparison) == isinstance(dressed, Comparison)
+    assert isinstance(plain, Comparison) or plain == dressed
 
 
 @settings(deadline=None)
@@ -115,7 +115,7 @@ def test_reading_never_fails(text, gold):
         compare(gold, text),
         compare(text, gold, choices=("7", gold)),
     ):
-        assert isinstance(outcome, Question) or outcome.split(":")[0] in (
+        assert isinstance(outcome, Comparison) or outcome.split(":")[0] in (
             "equal", "different", "refused",
         )  # fmt: skip
 
@@ -145,8 +145,8 @@ def test_a_price_has_a_unit_where_units_matter():
 
 
 def test_only_undecided_mathematics_becomes_a_question():
-    assert isinstance(compare("\\frac{x}{2}", "0.5x"), Question)
-    assert isinstance(compare("\\sqrt{75}", "5\\sqrt{3}"), Question)
+    assert isinstance(compare("\\frac{x}{2}", "0.5x"), Comparison)
+    assert isinstance(compare("\\sqrt{75}", "5\\sqrt{3}"), Comparison)
     assert compare("a long way", "5\\sqrt{3}") == "different"
     assert compare("__import__('os').getcwd()", "5\\sqrt{3}") == "different"
 
@@ -173,10 +173,10 @@ def test_what_only_exhausts_a_machine_is_refused(prediction):
 
 
 def test_the_gold_answer_licenses_its_own_constructs():
-    assert isinstance(compare("24", "4!"), Question)
-    assert isinstance(compare("4!", "24"), Question)  # small enough
-    assert isinstance(compare("\\binom{5}{2}", "10"), Question)
-    assert isinstance(compare("\\sum_k k^2", "\\sum_j j^2"), Question)
+    assert isinstance(compare("24", "4!"), Comparison)
+    assert isinstance(compare("4!", "24"), Comparison)  # small enough
+    assert isinstance(compare("\\binom{5}{2}", "10"), Comparison)
+    assert isinstance(compare("\\sum_k k^2", "\\sum_j j^2"), Comparison)
 
 
 def test_symbolic_comparison_is_reached_through_is_equivalent():
@@ -240,7 +240,7 @@ def test_agreement_on_recorded_cases():
             )
         )
     pool = SymbolicPool(num_workers=2, timeout=30.0)
-    questions = [outcome for outcome in outcomes if isinstance(outcome, Question)]
+    questions = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
     replies = dict(zip(questions, pool.ask(questions), strict=True))
     pool.close()
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from care_jax.rewards import symbolic
-from care_jax.rewards.symbolic import Question, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool
 
 EQUAL, DIFFERENT = "equal: by computer algebra", "different: by computer algebra"
 
@@ -81,7 +81,7 @@ def pool(make_pool):
 
 
 def program(text, gold="yes"):
-    return Question(gold, text, 6)
+    return Comparison(gold, text, 6)
 
 
 def process_of(pool):
@@ -115,12 +115,12 @@ def algebra():
 def test_a_product_equals_its_expansion_and_nothing_beside_it(algebra, a, b, error):
     gold = f"(x + {a})(x + {b})"
     expanded = f"x^2 + {a + b}x + {a * b}"
-    questions = [Question(gold, expanded, 6), Question(gold, f"{expanded} + {error}", 6)]
+    questions = [Comparison(gold, expanded, 6), Comparison(gold, f"{expanded} + {error}", 6)]
     assert algebra.ask(questions) == [EQUAL, DIFFERENT]
 
 
 def test_values_are_compared_at_the_decimals_of_the_question(algebra):
-    questions = [Question("5\\sqrt{3}", "8.66", decimals) for decimals in (2, 6)]
+    questions = [Comparison("5\\sqrt{3}", "8.66", decimals) for decimals in (2, 6)]
     assert algebra.ask(questions) == [EQUAL, DIFFERENT]
 
 
@@ -149,9 +149,9 @@ def test_whatever_a_question_does_it_has_an_outcome_and_the_next_one_too(
 
 def test_a_long_computation_is_stopped_inside_the_worker():
     pool = SymbolicPool(num_workers=1, timeout=2.5)
-    pool.ask([Question("4", "2 + 2", 6)])
+    pool.ask([Comparison("4", "2 + 2", 6)])
     wait_for_worker(pool, 60.0)
-    assert pool.ask([Question("7", "(10^9)!", 6)]) == ["timeout"]
+    assert pool.ask([Comparison("7", "(10^9)!", 6)]) == ["timeout"]
     process = process_of(pool)
     assert is_alive(process)  # the worker lives on
     pool.close()
@@ -159,8 +159,8 @@ def test_a_long_computation_is_stopped_inside_the_worker():
 
 
 def test_a_lower_limit_of_cpu_time_holds_for_one_call(algebra):
-    costly = Question("(x + y)^2", "(x + z + y)^{40}", 6)
-    assert algebra.ask([Question("4", "2 + 2", 6)]) == [EQUAL]
+    costly = Comparison("(x + y)^2", "(x + z + y)^{40}", 6)
+    assert algebra.ask([Comparison("4", "2 + 2", 6)]) == [EQUAL]
     assert algebra.ask([costly], cpu_seconds=0.01) == ["timeout"]
     assert algebra.ask([costly]) == [DIFFERENT]  # a longer limit may do
 
