@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -53,6 +54,14 @@ class StepLog:
         self._limit = FailureLimit(self.verifier, self.run.config.verifier.max_failed)
         self._seconds = 0.0  # that logging the last step took
         self._is_tracing = False
+        # Of the step in progress, in the order in which they are set.
+        self._counted: dict[str, int]  # the verifier's counts when it began
+        self._began: tuple[float, float]  # the time then, and the devices' busy seconds until then
+        self._verdicts: dict[str, int]  # the verifier's counts of the step, of all processes
+        self._not_judged: float  # share of the responses
+        self._rolled_out: float  # the time between rollouts and updates
+        self._first: tuple[np.ndarray, jax.Array, np.ndarray, np.ndarray]  # of `sampler_mismatch`
+        self._updated: Future[tuple[float, float]]  # as `_began`, at the end of the updates
 
     def begin(self, step: int) -> None:
         """Called before the rollouts."""
