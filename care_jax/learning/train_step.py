@@ -38,7 +38,6 @@ from models.backbone import Params
 from models.config import BackboneConfig
 
 Batch = TypeVar("Batch", TrainBatch, ImitationBatch)
-Partition = Callable[[Params], tuple[Params, Params]]
 # Metric name -> (numerator, denominator), summed over microbatches and divided once.
 Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 # Metric with `skip_nonfinite`: for each of L trained tensors, whether its gradient is not finite.
@@ -58,11 +57,11 @@ def init_state(
     params: Params,
     optimizer: optax.GradientTransformation,
     *,
-    partition: Partition = partition,
+    freeze_vision: bool = False,
     moments_dtype: DTypeLike = jnp.float32,
 ) -> TrainState:
     """The state before the first update; the optimizer's arrays are stored in `moments_dtype`."""
-    trained, _ = partition(params)
+    trained, _ = partition(params, freeze_vision=freeze_vision)
     is_moment = lambda x: x.ndim and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     opt_state = jax.tree.map(
         lambda x: x.astype(moments_dtype) if is_moment(x) else x, optimizer.init(trained)
@@ -86,7 +85,7 @@ def train_step(
     options: ForwardOptions,
     *,
     microbatch_size: int,
-    partition: Partition = partition,
+    freeze_vision: bool = False,
     skip_nonfinite: bool = False,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]], Float[Array, "B S"]]:
     """One reinforcement learning update.
@@ -101,7 +100,7 @@ def train_step(
 
     Args:
         objective: has ε_low, ε_high, the kind of ratio, and β; without KL if β = 0.
-        microbatch_size, partition, skip_nonfinite: see `update`.
+        microbatch_size, freeze_vision, skip_nonfinite: see `update`.
 
     Returns:
         the new state; metrics in nats and fractions of tokens; and log π_θ of the response tokens
@@ -181,7 +180,7 @@ def train_step(
         loss_fn,
         optimizer,
         microbatch_size=microbatch_size,
-        partition=partition,
+        freeze_vision=freeze_vision,
         skip_nonfinite=skip_nonfinite,
     )
     if routing.LOAD in metrics:
@@ -196,7 +195,7 @@ def update(
     optimizer: optax.GradientTransformation,
     *,
     microbatch_size: int,
-    partition: Partition = partition,
+    freeze_vision: bool = False,
     skip_nonfinite: bool = False,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]], Any]:
     """Sums `loss_fn`'s gradients over microbatches and applies them once.
@@ -207,7 +206,7 @@ def update(
             denominators); metrics as (numerator, denominator); and a tree of values of its rows,
             [microbatch_size, ...], or None.
         microbatch_size: rows of one forward and backward; divides B.
-        partition: splits parameters into (trained, frozen).
+        freeze_vision: see `optimizer.partition`.
         skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state
             unchanged, including its step; adds the metric `BROKEN_GRADIENTS`.
 
@@ -216,7 +215,7 @@ def update(
 
     Gradients are taken, summed and applied in float32, whatever dtype the state is stored in.
     """
-    trained, frozen = partition(state.params)
+    trained, frozen = partition(state.params, freeze_vision=freeze_vision)
     arrays, params_of = differentiable(trained)
     value_and_grad = jax.value_and_grad(
         lambda arrays, batch: loss_fn(combine(params_of(arrays), frozen), batch), has_aux=True

@@ -286,8 +286,9 @@ def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
 
 
 def _init_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:
-    dtype = jnp.dtype(run.config.model.moments_dtype)
-    return init_state(params, adamw, partition=run.partition, moments_dtype=dtype)
+    model = run.config.model
+    moments_dtype = jnp.dtype(model.moments_dtype)
+    return init_state(params, adamw, freeze_vision=model.freeze_vision, moments_dtype=moments_dtype)
 
 
 def _state_shardings(run: Run, state: TrainState) -> TrainState:

@@ -175,7 +175,7 @@ def compile_update(
             objective,
             options,
             microbatch_size=rl.microbatch_size,
-            partition=run.partition,
+            freeze_vision=run.config.model.freeze_vision,
             skip_nonfinite=rl.max_skipped > 0,
         )
         return state, metrics | {"learning_rate": learning_rate}, logp

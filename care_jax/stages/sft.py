@@ -121,7 +121,7 @@ def compile_step(
             loss_fn,
             adamw,
             microbatch_size=sft.microbatch_size,
-            partition=run.partition,
+            freeze_vision=run.config.model.freeze_vision,
             skip_nonfinite=sft.max_skipped > 0,
         )
         return state, metrics | {"learning_rate": learning_rate}

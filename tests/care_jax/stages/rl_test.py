@@ -116,7 +116,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     assert seen["care_raw_advantages"] == {"settings": settings}
     attention = sharding.attention_impl("xla", run.config.sharding_rules, run.mesh)
     options = ForwardOptions(jnp.dtype("float32"), remat="layer", attention=attention)
-    rest = {"microbatch_size": 2, "partition": run.partition, "skip_nonfinite": True}
+    rest = {"microbatch_size": 2, "freeze_vision": False, "skip_nonfinite": True}
     state = TrainState(0, 0, step=jnp.int32(1))
     _, metrics, _ = update.update(state, 0)
     assert metrics == {"learning_rate": run.config.rl.learning_rate * 2 / 8}

@@ -128,8 +128,8 @@ def scripted(monkeypatch):
         assert (options.dtype, options.remat) == (jnp.float32, "layer")
         return jnp.where(rows.predictor >= 0, jnp.asarray(logp)[rows.tokens], 0.0), None, None
 
-    def update(state, batch, loss_fn, optimizer, *, microbatch_size, partition, skip_nonfinite):
-        assert partition(state.params)[0].keys() == {"text"}
+    def update(state, batch, loss_fn, optimizer, *, microbatch_size, freeze_vision, skip_nonfinite):
+        assert freeze_vision
         assert microbatch_size == SETTINGS["sft.microbatch_size"]
         parts = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
         shares, rest = zip(*(loss_fn(state.params, part) for part in parts), strict=True)
