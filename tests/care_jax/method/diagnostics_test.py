@@ -121,6 +121,22 @@ def test_the_formula_of_the_text_is_an_identity_and_that_of_the_appendix_is_not(
     assert appendix > text + 0.02
 
 
+@pytest.mark.parametrize(("spread", "tolerance"), [(0.1, 0.004), (0.2, 0.013), (0.3, 0.025)])
+@pytest.mark.parametrize("num_negatives", [2, 4, 7])
+def test_the_formula_of_the_appendix_is_a_mean_over_independent_negatives(
+    num_negatives, spread, tolerance
+):
+    """prop:ksignature: Δ = 1; negatives are uniform, of standard deviation `spread`."""
+    bound = 3**0.5 * spread
+    negatives = np.random.default_rng(0).uniform(-bound, bound, (100_000, num_negatives))
+    rewards = np.concatenate([np.ones((len(negatives), 1)), negatives], 1)
+    a_raw = (rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)
+    text, appendix = diagnostics.predicted_alphas(num_negatives, spread**2, 1.0)
+    for found in (a_raw[:, 0] / num_negatives**0.5, -a_raw[:, 1:] * num_negatives**0.5):
+        assert found.mean() == pytest.approx(appendix, abs=tolerance)
+        assert abs(found.mean() - appendix) < abs(found.mean() - text)
+
+
 def test_a_raw_of_anchor_and_negatives_are_means_over_contrasted_groups():
     """Rewards 1 and 0.1, 0.1, 0 and of a reflected failure 0: mean .24, σ² = 0.1464.
 
