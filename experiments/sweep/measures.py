@@ -89,6 +89,19 @@ def _tail_mean(name: str, share: float = _TAIL) -> _Of:
     return of
 
 
+def _rise(name: str) -> _Of:
+    """In points from the first tenth of the steps to the last; None where it is never defined."""
+
+    def rise(outcome: Outcome) -> float | None:
+        values, count = outcome.series(name), max(1, round(_TAIL * len(outcome.steps)))
+        parts = values[:count], values[-count:]
+        if not all(np.isfinite(part).any() for part in parts):
+            return None
+        return float(np.nanmean(parts[1]) - np.nanmean(parts[0]))
+
+    return _percent(rise)
+
+
 def _over_reflections(name: str) -> _Of:
     """Mean in percent over all reflections of a run, equally weighted."""
 
@@ -146,6 +159,11 @@ MEASURES = {
     "think_tokens": Measure("think tokens", _tail_mean("think_tokens")),
     "grad_clipped": Measure(
         "share of updates with clipped gradients", _tail_mean("grad_clipped", share=1), ".2f"),
+    "clip_rate": Measure(
+        "clipped answer tokens of negatives, %",
+        _percent(lambda run: _tail_mean("clip_rate_negative_answer", share=1)(run, None)), ".2f"),
+    "variance_ratio": Measure(
+        "Var(A⁻)/Var(A⁺)", _tail_mean("variance_ratio", share=1), ".3f"),
     "kl": Measure("KL to the reference, nats", _tail_mean("kl_ref"), ".3f"),
     "a_raw_anchor": Measure("A_raw of the anchor", _tail_mean("a_raw/anchor"), ".3f"),
     "decoded_tokens": Measure(
@@ -164,6 +182,7 @@ MEASURES = {
         "reflections that succeed, %", _over_reflections("reflect_success")),
     "reflect_first_try": Measure(
         "first tries of the same groups, %", _over_reflections("reflect_first_try")),
+    "reflect_rise": Measure("rise of the share of reflected groups", _rise("reflect_rate")),
     "triggers": Measure(
         "rescued groups",
         lambda run, _: float(run.num_triggers[-1]) if run.steps else None, ".0f"),

@@ -58,6 +58,17 @@ def test_a_fluctuating_metric_is_averaged_over_the_last_tenth(make_outcome):
     assert value("think_tokens", make_outcome(think_tokens=[None] * 100)) is None
     assert value("think_tokens", make_outcome(think_tokens=[None] * 99 + [0.5])) == 0.5
     assert value("grad_clipped", make_outcome(grad_clipped=[1.0] * 30 + [0.0] * 70)) == 0.3
+    ratios = [2.0] * 25 + [None] * 50 + [4.0] * 25
+    assert value("variance_ratio", make_outcome(variance_ratio=ratios)) == 3
+    clipped = make_outcome(clip_rate_negative_answer=[0.5] * 10 + [0.0] * 90)
+    assert value("clip_rate", clipped) == pytest.approx(5)
+
+
+def test_the_share_of_reflected_groups_may_rise_or_fall(make_outcome):
+    rates = [0.1] * 10 + [0.9] * 80 + [0.4] * 10
+    assert value("reflect_rise", make_outcome(reflect_rate=rates)) == pytest.approx(30)
+    assert value("reflect_rise", make_outcome(reflect_rate=rates[::-1])) == pytest.approx(-30)
+    assert value("reflect_rise", make_outcome(reflect_rate=[None] * 100)) is None
 
 
 def test_reflections_count_one_by_one_over_the_whole_run(make_outcome):
