@@ -31,6 +31,7 @@ from care_jax.run.run import (
     Run,
     abstract_params,
     abstract_state,
+    check_settings,
     compile_to_decode_layout,
     has_checkpoint,
     make_adamw,
@@ -47,8 +48,8 @@ def describe(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
     """The description, in plain text; `sources` has the examples of each stage.
 
     Raises:
-        ValueError: a source has no usable row among its first `_MOST_TRIED`, or the workdir is a
-            file or inside one.
+        ValueError: a source has no usable row among its first `_MOST_TRIED`; the workdir is a file
+            or inside one; or its checkpoints are of a run with other settings.
     """
     sections = {
         "Configuration": _configuration(run.config),
@@ -186,6 +187,8 @@ def _files(run: Run) -> Iterator[str]:
     yield "report.html, report.jsonl, rollouts.jsonl"
     for stage in (stage for stage in TRAINING if stage in config.stages):
         saved, size = saved_steps(workdir, stage), space.checkpoint_bytes(run, stage)
+        if saved:
+            check_settings(run, stage, max(saved))
         yield (
             f"checkpoints/{stage}/: every {config.checkpoint_every} steps and after the "
             f"last of {config[stage].num_steps}, {_gib(size).strip()} each, the last "

@@ -72,7 +72,7 @@ class Checkpoints:
         folder: created if missing.
         keep: number of latest steps to keep; older ones are deleted, except the best.
         fingerprint: what determines the shapes of the state, such as the backbone's config.
-        settings: the run's, saved with every step, see `saved_settings`; JSON types.
+        settings: the run's, saved with every step, see `read_progress`; JSON types.
         keep_best: number of best steps to keep in addition.
         best_metric: name of the metric that ranks the steps; higher is better.
 
@@ -94,8 +94,7 @@ class Checkpoints:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
         self.folder = pathlib.Path(folder).absolute()
         self.best_metric = best_metric
-        # By dotted key, with values as JSON restores them.
-        self._fingerprint = flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
+        self._fingerprint = _by_dotted_key(fingerprint)
         self._settings, self._keep_best = dict(settings or {}), keep_best
 
         def value_of(metrics: Mapping[str, float]) -> float:
@@ -124,7 +123,7 @@ class Checkpoints:
         )
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
-            "progress": ocp.JsonCheckpointHandler(),
+            "progress": ocp.JsonCheckpointHandler(),  # its file is read by `read_progress`
             "in_flight": ocp.StandardCheckpointHandler(),
         }
         self._manager = _Manager(self.folder, options=options, item_handlers=handlers)
@@ -273,16 +272,8 @@ class Checkpoints:
         with ocp.PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(self.folder / str(step) / "state", args=args)["params"]
 
-    def saved_settings(self) -> dict[str, Any]:
-        """The settings saved with the latest step, {} before they were saved; checks the model."""
-        return self._progress(self.latest_step).get("settings", {})
-
-    def _progress(self, step: int | None) -> dict[str, Any]:
-        """The JSON saved beside a step's state; checks the fingerprint."""
-        items = {"progress": ocp.args.JsonRestore()}
-        progress = self._manager.restore(step, args=ocp.args.Composite(**items))["progress"]
-        self._check_fingerprint(progress["fingerprint"])
-        return progress
+    def _progress(self, step: int) -> dict[str, Any]:
+        return read_progress(self.folder, step, self._fingerprint)
 
     def latest_whole_step(self) -> int | None:
         """The last saved step whose files match its manifest; None in an empty folder.
@@ -360,20 +351,6 @@ class Checkpoints:
                 "from a copy, or remove these folders to restart the stage"
             )
 
-    def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
-        ours = self._fingerprint
-        differing = [
-            f"{key} (checkpoint {saved.get(key, 'unset')}, config {ours.get(key, 'unset')})"
-            for key in sorted(saved.keys() | ours.keys())
-            if saved.get(key, "unset") != ours.get(key, "unset")
-        ]
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        if differing:
-            raise ValueError(
-                f"the checkpoint in {self.folder} is of another model: {', '.join(differing[:3])}"
-                f"{more}; use the config it was saved with or another --workdir"
-            )
-
     def wait(self) -> None:
         """Returns once everything saved so far is on disk; OSError if it could not be written."""
         with self._with_os_errors():
@@ -403,6 +380,35 @@ class Checkpoints:
         # A save that failed too must not hide the first error.
         with contextlib.suppress(*() if kind is None else (Exception,)):
             self.close()
+
+
+def read_progress(
+    folder: pathlib.Path, step: int, fingerprint: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The JSON saved beside a step's state; reads the file only.
+
+    Raises:
+        ValueError: the step was saved under another fingerprint, or its file is no JSON.
+    """
+    progress = json.loads((folder / str(step) / "progress" / "metadata").read_text())
+    saved, ours = map(_by_dotted_key, (progress["fingerprint"], fingerprint))
+    differing = [
+        f"{key} (checkpoint {saved.get(key, 'unset')}, config {ours.get(key, 'unset')})"
+        for key in sorted(saved.keys() | ours.keys())
+        if saved.get(key, "unset") != ours.get(key, "unset")
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    if differing:
+        raise ValueError(
+            f"the checkpoint in {folder} is of another model: {', '.join(differing[:3])}{more}; "
+            "use the config it was saved with or another --workdir"
+        )
+    return progress
+
+
+def _by_dotted_key(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """With values as JSON restores them."""
+    return flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
 
 
 def _label(step: int | str) -> str:

@@ -25,7 +25,7 @@ from care_jax.method.objectives import Objective, objective_of
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.rewards.verifier import Verifier
-from care_jax.run.checkpoint import Checkpoints
+from care_jax.run.checkpoint import Checkpoints, read_progress
 from care_jax.run.policy import Policy, check_policy, decode_shardings, policy_of
 from models import backbone, lora
 from models.attention.packed import AttentionImpl
@@ -132,23 +132,33 @@ def open_checkpoints(run: Run, stage: str) -> Checkpoints:
     Raises:
         ValueError: they are of a run with other settings, see `resume`, or all are damaged.
     """
-    settings = resume.settings(run.config, stage)
     checkpoints = Checkpoints(
         checkpoint_folder(run, stage),
         keep=run.config.keep_checkpoints,
         keep_best=run.config.keep_best,
         best_metric=run.config.best_metric,
         fingerprint=run.fingerprint(),
-        settings=settings,
+        settings=resume.settings(run.config, stage),
     )
     if (step := checkpoints.latest_step) is not None:
         try:
-            saved, folder = checkpoints.saved_settings(), checkpoints.folder
-            resume.check(saved, settings, stage=stage, step=step, folder=folder)
+            check_settings(run, stage, step)
         except ValueError:
             checkpoints.close()
             raise
     return checkpoints
+
+
+def check_settings(run: Run, stage: str, step: int) -> None:
+    """Compares the run with a checkpoint of a stage, "sft" or "rl"; reads one file of it only.
+
+    Raises:
+        ValueError: it is of another model, or of a run with other settings, see `resume`.
+    """
+    folder = checkpoint_folder(run, stage)
+    saved = read_progress(folder, step, run.fingerprint()).get("settings", {})
+    ours = resume.settings(run.config, stage)
+    resume.check(saved, ours, stage=stage, step=step, folder=folder)
 
 
 def check_workdir(run: Run) -> None:

@@ -9,9 +9,11 @@ from PIL import Image
 
 from care_jax import main
 from care_jax.aot import dry_run
+from care_jax.config import resume
 from care_jax.data.examples import open_examples
 from care_jax.run import space
 from care_jax.run.policy import policy_of
+from care_jax.run.run import open_run
 from configs import tiny
 from models import backbone
 
@@ -103,20 +105,43 @@ def test_a_context_is_counted_apart_from_the_response_that_is_learnt(said, tmp_p
     assert output.count(f"response {response} tokens behind a context of {context}\n") == 1
 
 
-def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, tmp_path):
+@pytest.fixture
+def saved(one_device, tmp_path):
+    """(stage, step) -> writes what a checkpoint of `configs/tiny.py` has beside its state."""
+    run = open_run(tiny.get_config(), tmp_path / "run")
+
+    def save(stage, step):
+        folder = tmp_path / "run" / "checkpoints" / stage / step / "progress"
+        folder.mkdir(parents=True)
+        settings = resume.settings(run.config, stage)
+        text = json.dumps({"fingerprint": run.fingerprint(), "settings": settings})
+        (folder / "metadata").write_text(text)
+
+    return save
+
+
+def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, saved):
     for step in ("9", "10", "12.tmp"):
-        (tmp_path / "run" / "checkpoints" / "rl" / step).mkdir(parents=True)
+        saved("rl", step)
     output = said()
     assert "run exists" in output and "kept; resumes from step 10\n" in output
+
+
+def test_a_workdir_with_a_run_of_other_settings_is_refused(said, saved):
+    saved("sft", "10")
+    with pytest.raises(ValueError, match=r"\(10 steps done\).* sft.batch_size was 64, is 32;"):
+        said(**{"sft.batch_size": 32})
+    with pytest.raises(ValueError, match=r"of another model: lora_rank \(checkpoint 0, config 4\)"):
+        said(**{"model.lora_rank": 4})
 
 
 @pytest.mark.parametrize(
     ("stages", "name"),
     [(("evaluate",), "rl (export.step 'last')"), (("evaluate", "sft"), "start")],
 )
-def test_an_evaluation_without_training_is_of_the_checkpoint(said, tmp_path, stages, name):
+def test_an_evaluation_without_training_is_of_the_checkpoint(said, saved, stages, name):
     for stage in ("sft", "rl"):
-        (tmp_path / "run" / "checkpoints" / stage / "4").mkdir(parents=True)
+        saved(stage, "4")
     assert f"samples of the evaluations after {name}\n" in said(stages=stages)
 
 
