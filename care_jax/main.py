@@ -157,7 +157,10 @@ def _run_each(
     params = weights.load(run, found) if found else weights.start_of(run, stages[0])
     last, trained = found.name if found else "start", ()
     for stage in stages:
-        if stage == "sft":
+        done = weights.finished(run, stage) if stage in TRAINING else None
+        if done is not None:
+            params = done
+        elif stage == "sft":
             params = sft.train(run, params, sources[stage], evaluator)
         elif stage == "rl":
             params = rl.train(run, params, sources[stage], evaluator)

@@ -129,6 +129,7 @@ def test_a_resumed_run_continues_bit_for_bit(finished, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         main.run_stages(small_config(), tmp_path)
     monkeypatch.setattr(main.rl, "train_batch", update)
+    monkeypatch.setattr(main.sft, "train", None)  # only its weights are read
     assert main.run_stages(small_config(), tmp_path) == finished[1]
 
     unbroken, resumed = (
@@ -248,7 +249,8 @@ def test_a_step_that_is_not_saved_is_refused_by_those_that_are(evaluated, tmp_pa
 
 def test_a_finished_run_trains_and_evaluates_no_more(finished, monkeypatch):
     before = metrics_of(finished[0])
-    monkeypatch.setattr(main.rl, "draw_groups", None)
+    for stage in (main.sft, main.rl):
+        monkeypatch.setattr(stage, "train", None)  # no optimizer state is read, nothing compiled
     monkeypatch.setattr(main.evaluate, "samples_of", None)  # nothing is decoded
     assert main.run_stages(small_config(), finished[0]) == finished[1]
     assert metrics_of(finished[0]) == before

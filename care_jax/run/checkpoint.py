@@ -104,6 +104,7 @@ class Checkpoints:
         self._error: Exception | None = None  # of the last save, if it failed
         self._is_retry = False  # the save before the last one failed
         self._without_manifest: set[int] = set()  # steps already reported
+        self._whole: set[int] = set()  # steps whose files were hashed
         self._mark_damaged_steps()
         # A bucket without hierarchical namespaces has no atomic rename of folders, and gcsfuse
         # refuses to rename one, so on FUSE mounts a marker file commits the step.
@@ -288,7 +289,12 @@ class Checkpoints:
         return self.latest_step
 
     def is_whole(self, step: int) -> bool:
-        """Whether a saved step's files match its manifest; if not, renames its folder."""
+        """Whether a saved step's files match its manifest; if not, renames its folder.
+
+        They are hashed once.
+        """
+        if step in self._whole:
+            return True
         self.wait()
         folder = self.folder / str(step)
         fault = integrity.shared_damage(folder, _label(step))
@@ -301,6 +307,8 @@ class Checkpoints:
         if fault:
             self._mark_damaged({step: fault})
             self._manager.reload()
+        else:
+            self._whole.add(step)
         return not fault
 
     def _check_whole(self, step: int) -> None:

@@ -12,12 +12,14 @@ from care_jax.config.resume import TRAINING
 from care_jax.data.readers import hub
 from care_jax.devices import sharding
 from care_jax.run import guards, integrity, lock
+from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.run import (
     Run,
     abstract_params,
     checkpoint_folder,
     has_checkpoint,
     open_checkpoints,
+    saved_steps,
 )
 from models import backbone, lora
 from models.backbone import Params
@@ -118,14 +120,31 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
         if name == "start":
             return start(run), name, run.config.model.path or "random weights"
         if has_checkpoint(run, name):
-            with lock.held(run.workdir):
-                with open_checkpoints(run, name) as saved:
-                    step = saved.latest_whole_step()
-                return lora.merged(restore(run, name, step)), name, f"{name} {step}"
+            with lock.held(run.workdir), open_checkpoints(run, name) as saved:
+                step = saved.latest_whole_step()
+                assert step is not None  # else opening has raised
+                return lora.merged(_restored(run, saved, name, step)), name, f"{name} {step}"
     raise ValueError(
         f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
         "choose another --workdir or --stage"
     )
+
+
+def finished(run: Run, stage: str) -> Params | None:
+    """The weights of a stage that has nothing left to do, adapters merged; None of another one.
+
+    Its last step is saved, and evaluated if `eval_every` asks for it. The optimizer's state is not
+    read, and nothing is compiled.
+    """
+    section = run.config[stage]
+    if section.num_steps not in saved_steps(run.workdir, stage):
+        return None
+    if section.eval_every and not run.metrics.has_line(f"{stage}_eval", section.num_steps):
+        return None
+    with open_checkpoints(run, stage) as saved:
+        if saved.latest_whole_step() != section.num_steps:
+            return None  # damaged
+        return lora.merged(_restored(run, saved, stage, section.num_steps))
 
 
 def restore(
@@ -141,7 +160,17 @@ def restore(
     with open_checkpoints(run, stage) as saved:
         step = saved.latest_step if step is None else step
         assert step is not None  # the caller has found the stage
-        params = saved.restore_params(of(abstract_params(run)), step)
-        advice = f"set export.step to another of the saved steps {saved.steps}"
-        guards.check_weights(run, params, f"checkpoint {step} of {stage}", advice)
-        return params
+        return _restored(run, saved, stage, step, of)
+
+
+def _restored(
+    run: Run,
+    saved: Checkpoints,
+    stage: str,
+    step: int,
+    of: Callable[[Params], Params] = lambda params: params,
+) -> Params:
+    params = saved.restore_params(of(abstract_params(run)), step)
+    advice = f"set export.step to another of the saved steps {saved.steps}"
+    guards.check_weights(run, params, f"checkpoint {step} of {stage}", advice)
+    return params

@@ -1,5 +1,6 @@
 """Where a run's weights come from: a folder or chance; always laid over the mesh."""
 
+import dataclasses
 import functools
 import re
 import types
@@ -13,7 +14,7 @@ import pytest
 from care_jax.devices import sharding
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
-from care_jax.run.run import Run
+from care_jax.run.run import Run, abstract_params, open_checkpoints
 from care_jax.stages import export
 from configs import common, tiny
 from models import backbone
@@ -90,6 +91,50 @@ def test_a_resumed_run_reads_initial_weights_only_for_the_reference(
     found = jax.tree.leaves(weights.start_of(run, stage))
     assert {isinstance(leaf, jax.Array) for leaf in found} == {is_read}
     assert len(found) == len(jax.tree.leaves(weights.start(run)))
+
+
+@pytest.fixture
+def trained(make_run):
+    """A run of 4 RL steps, evaluated at the end, whose checkpoints 2 and 4 are saved."""
+    run = make_run({"rl.num_steps": 4, "rl.eval_every": 4})
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_params(run))
+    with open_checkpoints(run, "rl") as saved:
+        for step in (2, 4):
+            params = jax.tree.map(lambda x, step=step: x + step, state)
+            saved.save(step, {"params": params, "opt_state": jnp.zeros(2)}, {})
+    run.metrics.write("rl_eval", 4, {"acc": 0.5})
+    return run
+
+
+def test_of_a_stage_with_nothing_left_to_do_only_the_weights_are_read(trained):
+    found = weights.finished(trained, "rl")
+    assert jax.tree.structure(found) == jax.tree.structure(abstract_params(trained))
+    assert {float(leaf.mean()) for leaf in jax.tree.leaves(found)} == {4.0}
+
+
+def test_a_stage_with_steps_or_an_evaluation_left_is_not_finished(trained, capsys):
+    assert weights.finished(trained, "sft") is None  # never begun
+
+    def changed(**keys):
+        config = trained.config.copy_and_resolve_references()
+        config.rl.update(keys)
+        return dataclasses.replace(trained, config=config)
+
+    assert weights.finished(changed(num_steps=5), "rl") is None
+    trained.metrics.path.write_text("")
+    assert weights.finished(trained, "rl") is None
+    assert weights.finished(changed(eval_every=0), "rl") is not None
+    damage(trained.workdir / "checkpoints" / "rl" / "4" / "state")
+    assert weights.finished(changed(eval_every=0), "rl") is None
+    assert "checkpoint 4 is damaged" in capsys.readouterr().err
+
+
+def damage(folder):
+    """Changes the middle byte of the largest file."""
+    path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def test_an_export_that_differs_from_its_sums_is_refused_and_named(policy, params, mesh, tmp_path):
