@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import pathlib
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ Point = dict[str, Any]  # arm, seed or None for the mean, x, y, low, high
 Panel = Callable[[Axes, Arms, str], list[Point]]  # the third is the reference arm's name
 
 _BINS = 25  # per curve, over the length of the run
+_LABEL_WIDTH = 36  # characters of a line along the y axis
 # Okabe-Ito, a colour-blind safe palette.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
@@ -71,7 +73,7 @@ def _draw_arms(axes: Axes, arms: Arms, values_of: Callable, draw: Callable) -> l
 
 def _label(axes: Axes, x: str, y: str, points: list[Point], size: int = 7) -> list[Point]:
     axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set_ylabel(textwrap.fill(y, _LABEL_WIDTH))
     if points:
         axes.legend(fontsize=size, frameon=False)
     return points
@@ -182,7 +184,8 @@ def _difference_by_step(name: str, label: str) -> Panel:
             x = np.arange(len(curves.rollouts(outcome)), dtype=float)
             return x, outcome.series(name) - references[outcome.seed].series(name)
 
-        others = {arm: outcomes for arm, outcomes in arms.items() if arm != reference}
+        # The reference stays, without outcomes, so that every arm has its colour of other panels.
+        others = {arm: () if arm == reference else outcomes for arm, outcomes in arms.items()}
         y_label = f"{label}, less that of {reference}"
         return _curve(difference, "steps", y_label, num_bins=_BINS)(axes, others, reference)
 

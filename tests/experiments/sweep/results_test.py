@@ -139,6 +139,17 @@ def test_a_difference_by_step_is_to_the_reference_arm_of_the_same_seed(make_outc
     assert text == "two not logged: run one with seed 1 too"
 
 
+def test_an_arm_has_one_colour_in_all_panels(make_outcome):
+    metrics = {"num_steps": 2, "acc": 0.5, "clip_rate_negative_answer": 0.1}
+    arms = {arm: [make_outcome(arm, 0, **metrics)] for arm in ("one", "two")}
+    colours = []
+    for name in ("by_tokens", "clip_rate_difference"):
+        axes = matplotlib.figure.Figure().subplots()
+        panel_named(name)(axes, arms, "one")
+        colours.append({line.get_label(): line.get_color() for line in axes.lines})
+    assert colours[1] == {"two": colours[0]["two"]}
+
+
 def test_held_out_accuracy_over_tokens(make_outcome):
     outcome = make_outcome(
         num_steps=4, held_out={0: 0.1, 2: 0.4}, decoded_tokens=[1e6, 3e6, 4e6, 9e6]
