@@ -1,12 +1,13 @@
 """The paper's data (app:dataset) by hub id; a path may also be a folder of the same format.
 
     python -m care_jax.commands.prepare --config=configs/mixture.py --out=data/train
-    python -m care_jax.commands.prepare --config=configs/mixture.py:cold_start --out=data/sft
+    python -m care_jax.commands.prepare --config=configs/mixture.py:cold_start --out=data/sft \
+        "--config.data.prepare.sources[0].images=IMAGES"
 
     python -m care_jax.main --config=configs/mixture.py --workdir=runs/7b
 
-The images of Vision-R1-cold come from two other releases, in archives of several parts. Unpack them
-and set `images` to their folder. The benchmarks' column names are taken from public code. MMMU-Pro
+The images of Vision-R1-cold come from two other releases, LLaVA-CoT-100k and Mulberry-SFT, in
+archives of several parts. Unpack them in one folder, IMAGES. The benchmarks' column names are taken from public code. MMMU-Pro
 vision renders the questions of MMMU-Pro standard as images, so only the latter is compared.
 """
 

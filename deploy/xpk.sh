@@ -2,10 +2,10 @@
 # A run on TPU slices of a cluster that xpk made:
 #
 #   PROJECT=... ZONE=us-west4-a CLUSTER=... IMAGE=REGISTRY/care_jax:tpu TYPE=v5litepod-16 \
-#       deploy/xpk.sh care --config=configs/qwen25vl_3b.py --config.mesh.fsdp=-1
+#       deploy/xpk.sh care --config=configs/qwen25vl_3b.py
 #
 # Once before: put the name of the bucket into deploy/xpk-storage.yaml. It is mounted at /runs, and the
-# run's workdir is /runs/<name>. SLICES=2 asks for two slices; add --config.mesh.data=2.
+# run's workdir is /runs/<name>. SLICES=2 asks for two slices.
 set -euo pipefail
 
 : "${PROJECT:?} ${ZONE:?} ${CLUSTER:?} ${IMAGE:?} ${TYPE:?}"
