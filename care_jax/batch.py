@@ -220,6 +220,22 @@ class Groups:
         return self.components.astype(bool)  # an empty dict is False
 
     @property
+    def trained_scores(self) -> Scores:
+        """The scores for selection and credit: an unjudged response is neither right nor wrong.
+
+        Its acc is 1/2, and its reward the mean of those judged in its group.
+        """
+        if self.components is None:
+            return self.scores
+        is_judged, reward = self.is_judged, self.scores.reward
+        mean = (reward * is_judged).sum(1) / np.maximum(is_judged.sum(1), 1)
+        return dataclasses.replace(
+            self.scores,
+            acc=np.where(is_judged, self.scores.acc, np.float32(0.5)),
+            reward=np.where(is_judged, reward, mean[:, None].astype(reward.dtype)),
+        )
+
+    @property
     def num_trained(self) -> Int[np.ndarray, "B R"]:
         """Number of tokens of each response that is trained on, 0 for the others."""
         num_tokens = self.rollouts.is_valid.sum(-1) * self.credit.is_trained.any(-1)

@@ -7,8 +7,9 @@
     python -m care_jax.main --config=configs/mixture.py --workdir=runs/7b
 
 The images of Vision-R1-cold come from two other releases, LLaVA-CoT-100k and Mulberry-SFT, in
-archives of several parts. Unpack them in one folder, IMAGES. The benchmarks' column names are taken from public code. MMMU-Pro
-vision renders the questions of MMMU-Pro standard as images, so only the latter is compared.
+archives of several parts. Unpack them in one folder, IMAGES. The benchmarks' column names are taken
+from public code. MMMU-Pro vision renders the questions of MMMU-Pro standard as images, so only the
+latter is compared.
 """
 
 from ml_collections import ConfigDict

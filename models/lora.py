@@ -108,8 +108,8 @@ def is_adapter(path: Path) -> bool:
 
 
 def _adapted(flat: Mapping[Path, Any], experts: bool) -> list[Path]:
-    """The paths of kernels that have adapters."""
-    decoder = [p for p in flat if p[:2] == ("text", "layers") and p[-1] == "kernel"]
+    """The paths of kernels that have adapters, in order."""
+    decoder = [p for p in sorted(flat) if p[:2] == ("text", "layers") and p[-1] == "kernel"]
     return [p for p in decoder if p[-2] in _NUM_INPUTS and (experts or "experts" not in p)]
 
 

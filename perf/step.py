@@ -160,7 +160,7 @@ class Ours:
         params = weights.start(self.run)
         adamw = make_adamw(self.run, "rl")
         self.reference = copy_reference(self.run, params)
-        self.state = start_state(self.run, params, adamw)
+        self.state = start_state(self.run, params, adamw, "rl")
         self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
         self.lengths, self.clock = lengths, DeviceClock()
         self.rollout = self._forced(compile_rollout(self.run, self.clock))

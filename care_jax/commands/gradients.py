@@ -214,7 +214,7 @@ def _compile_gradient(run: Run, params: backbone.Params) -> Callable[[Step, Cred
         ),
     )
     attention = training_attention(run, rl.row_tokens, rl.row_patches)
-    state = start_state(run, params, summing)
+    state = start_state(run, params, summing, "rl")
     update = compile_update(run, summing, sharding.of(state), attention).update
     num_updates = rl.prompts_per_step // rl.prompts_per_update
 

@@ -262,12 +262,13 @@ def _check_rl_steps(config: ConfigDict) -> None:
             f"rl.dual_clip {rl.dual_clip} would clip the ratios of an unchanged policy; set it "
             "above 1, such as 3, or to 0"
         )
-    section = config[rl.objective]
-    if section.get("rule") == "nearest_diverse" and section.M < section.K:
+    care = config.care  # its selection is made, and shown in the report, under every objective
+    if care.rule == "nearest_diverse" and care.M < care.K:
         raise ValueError(
-            f"{rl.objective}.M {section.M} candidates must hold {rl.objective}.K {section.K} hard "
-            f"negatives; add --config.{rl.objective}.M={section.K}"
+            f"care.M {care.M} candidates must hold care.K {care.K} hard negatives; add "
+            f"--config.care.M={care.K}"
         )
+    section = config[rl.objective]
     if section.get("mean") == "tokens" and section.kl_rows != "all":
         raise ValueError(
             f"{rl.objective}.mean 'tokens' counts the tokens of all rollouts, and "

@@ -267,7 +267,7 @@ def num_shards(sharding: NamedSharding) -> int:
 
 
 def num_shards_of(axis: str, rules: Rules, mesh: Mesh) -> int:
-    """Number of shards of a logical axis under the rules, if its size is divisible by it."""
+    """Number of shards of a logical axis under the rules; its size must be divisible by it."""
     return math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes(axis, rules))
 
 

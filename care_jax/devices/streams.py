@@ -2,7 +2,8 @@
 
 | stream | key |
 |---|---|
-| initial weights, LoRA adapters | `key(seed)` |
+| initial weights | `key(seed)` |
+| LoRA adapters of a stage | `fold_in(fold_in(key(seed), number), kernel)`, numbers below |
 | RL draw n = step + try · 2^24 (see `rl.dynamic_sampling`) | `fold_in(key(seed), n)` |
 | evaluation, probe, repairs, gradients | `fold_in(key(seed), number)`, numbers below |
 | rounding of updates to bfloat16 (`learning.train_step`) | `fold_in(key(0), step)` |
@@ -17,6 +18,7 @@ EVALUATION = 2**31 - 1
 PROBE = 2**31 - 2
 REPAIRS = 2**31 - 3
 GRADIENTS = 2**31 - 4
+ADAPTERS = {"sft": 2**31 - 5, "rl": 2**31 - 6}
 
 
 def key_of(seed: int, number: int) -> PRNGKeyArray:

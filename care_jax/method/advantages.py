@@ -175,11 +175,11 @@ def overlong_penalty(
 
 
 def is_mixed(acc: Float[Array, " G"]) -> Bool[Array, ""]:
-    """Whether acc differs within the group: DAPO drops groups that are all right or all wrong.
+    """Whether the group has a success and a failure: DAPO drops all others.
 
     Tested on acc, not on the reward, which also varies with the format in an all-wrong group.
     """
-    return acc.max() > acc.min()
+    return (acc.max() >= 1) & (acc.min() <= 0)
 
 
 def _normalize(reward, is_in, *, eps, robust=False, ddof=0):

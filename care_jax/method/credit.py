@@ -212,20 +212,20 @@ def _sequence_mean(rollouts, advantage, length) -> Credit:
     )
 
 
-def only_of_update(credit: Credit, is_judged: Bool[np.ndarray, " B"], *, has_kl: bool) -> Credit:
+def only_of_update(credit: Credit, is_judged: Bool[np.ndarray, "B R"], *, has_kl: bool) -> Credit:
     """The credit (host) without the rows that must not or cannot change the parameters.
 
     Groups without a verdict also leave the loss's denominator. Rows whose advantage is 0 stay in
     it; without a KL term they have no gradient, and need not be computed.
     """
-    is_trained = is_judged[:, None, None] & credit.is_trained
+    is_trained = is_judged[..., None] & credit.is_trained
     if not has_kl:
         is_trained &= credit.advantage[..., None] != 0
     return Credit(
-        advantage=np.where(is_judged[:, None], credit.advantage, 0.0),
-        token_advantage=np.where(is_judged[:, None, None], credit.token_advantage, 0.0),
+        advantage=np.where(is_judged, credit.advantage, 0.0),
+        token_advantage=np.where(is_judged[..., None], credit.token_advantage, 0.0),
         row_weight=credit.row_weight,
-        prompt_weight=np.where(is_judged, credit.prompt_weight, 0.0),
+        prompt_weight=np.where(is_judged.any(1), credit.prompt_weight, 0.0),
         is_trained=is_trained,
     )
 

@@ -94,4 +94,4 @@ def choose_mixed(draws: Sequence[Groups]) -> Groups:
 
 
 def _is_mixed(groups: Groups) -> Bool[np.ndarray, " B"]:
-    return np.asarray(jax.vmap(advantages.is_mixed)(groups.scores.acc))
+    return np.asarray(jax.vmap(advantages.is_mixed)(groups.trained_scores.acc))

@@ -133,14 +133,11 @@ def roll_out(
         groups = _decode_pool(run, programs, params, decode_rng, groups, verifier, carried)
         rows = Groups(**{name: getattr(groups, name) for name in _DECODED})
     requests = _requests(groups)
-    subgroup = programs.select(rows.rollouts, rows.scores, select_rng, groups.index)
+    subgroup = programs.select(rows.rollouts, rows.trained_scores, select_rng, groups.index)
     subgroup = jax.device_get(subgroup)
-    # A group without any verdict has no failure to rescue.
-    has_update = subgroup.has_update & rows.is_judged.any(1)
-    subgroup = dataclasses.replace(subgroup, has_update=has_update)
     has_reflection = np.zeros(len(requests), bool)
     if run.objective.has_reflection:
-        has_reflection = has_update & ~subgroup.is_rescue
+        has_reflection = subgroup.has_update & ~subgroup.is_rescue
         index = np.flatnonzero(has_reflection)  # of the prompts that are repaired
         failures = rows.texts[index, subgroup.hard_negative[index]]
         contexts = contexts_of(run, failures, run.config.care.reflect_mode)

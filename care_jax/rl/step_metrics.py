@@ -61,7 +61,8 @@ class StepLog:
         self._not_judged: float  # share of the responses
         self._rolled_out: float  # the time between rollouts and updates
         self._first: tuple[np.ndarray, jax.Array, np.ndarray, np.ndarray]  # of `sampler_mismatch`
-        self._updated: Future[tuple[float, float]]  # as `_began`, at the end of the updates
+        # As `_began`, at the end of the updates; and the time at which they had been called.
+        self._updated: tuple[Future[tuple[float, float]], float]
 
     def begin(self, step: int) -> None:
         """Called before the rollouts."""
@@ -93,7 +94,7 @@ class StepLog:
 
     def updating(self) -> None:
         """Called when the updates have been called, and may still run."""
-        self._updated = self.clock.reading()
+        self._updated = self.clock.reading(), time.perf_counter()
 
     def write(
         self,
@@ -121,7 +122,9 @@ class StepLog:
             drawn = Groups.concatenate([gather_groups(each) for each in draws])
         num_sampled = int((drawn.rollouts.is_valid & ~drawn.rollouts.is_forced).sum())
         self.stage.counters["num_decoded"] += num_sampled
-        ended, busy = self._updated.result()
+        reading, called = self._updated
+        ended, busy = reading.result()
+        ended = max(ended, called)  # in a step without an update all programs ended before
         rolling, training = self._rolled_out - self._began[0], ended - self._rolled_out
         idle = 1 - (busy - self._began[1]) / (ended - self._began[0])
         self._began = ended, busy

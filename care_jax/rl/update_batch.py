@@ -113,7 +113,7 @@ def put_scored(
     params: backbone.Params,
     reference: backbone.Params | None,
     clock: DeviceClock,
-) -> Iterator[tuple[TrainBatch, RowPlan, TrainBatch]]:
+) -> Iterator[tuple[TrainBatch, RowPlan, TrainBatch | None]]:
     """Puts batches on the devices, with log-probabilities under the reference and under π_old.
 
     The sampler records log-probabilities at temperature 1 for all sampling settings, which serve as
@@ -130,26 +130,32 @@ def put_scored(
         reference: from `copy_reference`.
 
     Yields:
-        the batch on the host, its plan, and the batch on the devices.
+        the batch on the host, its plan, and the batch on the devices, None if it is empty.
     """
+
+    def put(batch: TrainBatch, plan: RowPlan) -> TrainBatch | None:
+        return None if plan.is_empty else sharding.put_batch(batch, run.train_batch_sharding)
+
     scorers = _scorers(run, params, reference)
     if not scorers:
         for batch, plan in packed:
-            yield batch, plan, sharding.put_batch(batch, run.train_batch_sharding)
+            yield batch, plan, put(batch, plan)
         return
     found, logps = [], []
     for batch, plan in packed:
         jax.block_until_ready(logps[-2:-1])
-        placed = sharding.put_batch(batch, run.train_batch_sharding)
-        logps.append({name: score(scorer, placed) for name, scorer in scorers.items()})
-        clock.watch(logps[-1])
+        placed = put(batch, plan)
         found.append((batch, plan))
+        logps.append({})
+        if placed is not None:
+            logps[-1] = {name: score(scorer, placed) for name, scorer in scorers.items()}
+            clock.watch(logps[-1])
         del placed
     del scorers, params, reference
     for number, ((batch, plan), logp) in enumerate(zip(found, logps, strict=True)):
         jax.block_until_ready(logps[-2:-1] if number == 0 else logps)
-        placed = sharding.put_batch(batch, run.train_batch_sharding)
-        yield batch, plan, dataclasses.replace(placed, **logp)
+        placed = put(batch, plan)
+        yield batch, plan, placed and dataclasses.replace(placed, **logp)
 
 
 def with_logprobs(batch: TrainBatch, on_devices: TrainBatch) -> TrainBatch:

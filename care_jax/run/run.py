@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from care_jax.config import resume
 from care_jax.config.checks import check_config, fill_in
-from care_jax.devices import placement, sharding
+from care_jax.devices import placement, sharding, streams
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning import optimizer
 from care_jax.learning.train_step import TrainState, init_state, state_shardings
@@ -242,8 +242,10 @@ def make_adamw(run: Run, stage: str) -> optax.GradientTransformation:
     return optimizer.make_optimizer(schedule_of(run, stage), **options)
 
 
-def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:
-    """The state a stage starts from: adapters added and optimizer state placed as configured.
+def start_state(
+    run: Run, params: Params, adamw: optax.GradientTransformation, stage: str
+) -> TrainState:
+    """The state that a stage, "sft" or "rl", starts from: adapters added, optimizer state placed.
 
     `params` have no adapters and are on the mesh. They must not be used afterwards. If they are
     shapes, so is the result.
@@ -252,7 +254,7 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         return abstract_state(run, adamw)
     if model.lora_rank:
-        rng = jax.random.key(run.config.seed)
+        rng = streams.key_of(run.config.seed, streams.ADAPTERS[stage])
         options = {"rank": model.lora_rank, "experts": model.lora_experts}
         params = lora.add(params, rng, alpha=model.lora_alpha, **options)
         params = jax.device_put(params, sharding.of(abstract_params(run)))

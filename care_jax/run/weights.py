@@ -123,7 +123,9 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
             with lock.held(run.workdir), open_checkpoints(run, name) as saved:
                 step = saved.latest_whole_step()
                 assert step is not None  # else opening has raised
-                return lora.merged(_restored(run, saved, name, step)), name, f"{name} {step}"
+                advice = f"remove {saved.folder / str(step)} to use the step before it"
+                params = _restored(run, saved, name, step, advice)
+                return lora.merged(params), name, f"{name} {step}"
     raise ValueError(
         f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
         "choose another --workdir or --stage"
@@ -131,7 +133,7 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
 
 
 def finished(run: Run, stage: str) -> Params | None:
-    """The weights of a stage that has nothing left to do, adapters merged; None of another one.
+    """The weights of a stage that has nothing left to do, adapters merged; None if it has.
 
     Its last step is saved, and evaluated if `eval_every` asks for it. The optimizer's state is not
     read, and nothing is compiled.
@@ -144,7 +146,9 @@ def finished(run: Run, stage: str) -> Params | None:
     with open_checkpoints(run, stage) as saved:
         if saved.latest_whole_step() != section.num_steps:
             return None  # damaged
-        return lora.merged(_restored(run, saved, stage, section.num_steps))
+        folder = saved.folder / str(section.num_steps)
+        advice = f"remove {folder}, then run the same command"
+        return lora.merged(_restored(run, saved, stage, section.num_steps, advice))
 
 
 def restore(
@@ -160,7 +164,8 @@ def restore(
     with open_checkpoints(run, stage) as saved:
         step = saved.latest_step if step is None else step
         assert step is not None  # the caller has found the stage
-        return _restored(run, saved, stage, step, of)
+        advice = f"set export.step to another of the saved steps {saved.steps}"
+        return _restored(run, saved, stage, step, advice, of)
 
 
 def _restored(
@@ -168,9 +173,10 @@ def _restored(
     saved: Checkpoints,
     stage: str,
     step: int,
+    advice: str,
     of: Callable[[Params], Params] = lambda params: params,
 ) -> Params:
+    """`advice`: what to do if a parameter is not finite."""
     params = saved.restore_params(of(abstract_params(run)), step)
-    advice = f"set export.step to another of the saved steps {saved.steps}"
     guards.check_weights(run, params, f"checkpoint {step} of {stage}", advice)
     return params

@@ -65,7 +65,7 @@ def train(
     num_updates = rl.prompts_per_step // rl.prompts_per_update
     adamw = make_adamw(run, "rl")
     reference = copy_reference(run, params)
-    state = start_state(run, params, adamw)
+    state = start_state(run, params, adamw, "rl")
     decoding = decoding_attention(run, rollout_sizes(run)[0])
     attention = training_attention(run, rl.row_tokens, rl.row_patches)
     programs = compile_update(run, adamw, sharding.of(state), attention)
@@ -116,7 +116,7 @@ def train(
                 show_part(f"update {number} of {num_updates}")
                 part, (batch, plan, on_devices) = each
                 plans.append(plan)
-                if plan.is_empty:
+                if on_devices is None:
                     stage.not_updated(step)
                     continue
                 stage.state, metrics, logp = programs.update(stage.state, on_devices)
@@ -195,12 +195,11 @@ def compile_update(
 def assign_credit(run: Run, programs: UpdatePrograms, groups: Groups) -> Groups:
     """The groups with advantages and token weights, and for CARE with A_raw, for its metrics."""
     if programs.raw_advantages is None:
-        credit, raw = programs.credit(groups.rollouts, groups.scores), None
+        credit, raw = programs.credit(groups.rollouts, groups.trained_scores), None
     else:
-        compared = groups.scores, groups.subgroup, groups.has_reflection
+        compared = groups.trained_scores, groups.subgroup, groups.has_reflection
         credit = programs.credit(groups.rollouts, *compared)
         raw = programs.raw_advantages(*compared)
     credit, raw = jax.device_get((credit, raw))
-    is_judged, has_kl = np.asarray(groups.is_judged.any(1)), bool(run.objective.beta)
-    credit = only_of_update(credit, is_judged, has_kl=has_kl)
+    credit = only_of_update(credit, groups.is_judged, has_kl=bool(run.objective.beta))
     return dataclasses.replace(groups, credit=credit, raw=raw)

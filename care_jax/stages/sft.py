@@ -55,7 +55,7 @@ def train(
     sft = run.config.sft
     index = sharding.local_rows(sft.batch_size, run.decode_batch_sharding)
     adamw = make_adamw(run, "sft")
-    state = start_state(run, params, adamw)
+    state = start_state(run, params, adamw, "sft")
     attention = training_attention(run, sft.row_tokens, sft.row_patches)
     sft_step = compile_step(run, adamw, sharding.of(state), attention)
     nll = compile_nll(run, compile_score(run, "sft", forward_options(run, attention)))

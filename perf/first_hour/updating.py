@@ -77,7 +77,7 @@ class Update:
     def __init__(self, run: Run, compilations: Compilations):
         self._run, self._compilations = run, compilations
         adamw = make_adamw(run, "rl")
-        self.state = start_state(run, backbone.random_params(run), adamw)
+        self.state = start_state(run, backbone.random_params(run), adamw, "rl")
         self._reference = copy_reference(run, self.state.params)
         self._programs = compile_update(run, adamw, sharding.of(self.state))
 

@@ -84,13 +84,13 @@ class Script:
     def select(self, rollouts, scores, rng, places):
         self.note("select", rng, places)
         self.calls.append("select")
-        is_success = scores.acc == 1
+        is_success, is_failure = scores.acc == 1, scores.acc == 0
         return Subgroup(
             anchor=is_success.argmax(1),
-            is_negative=~is_success,
-            hard_negative=is_success.shape[1] - 1 - (~is_success[:, ::-1]).argmax(1),
+            is_negative=is_failure,
+            hard_negative=is_success.shape[1] - 1 - is_failure[:, ::-1].argmax(1),
             is_rescue=~is_success.any(1),
-            has_update=~is_success.all(1),
+            has_update=is_failure.any(1),
         )
 
     def note(self, program, rng, places):

@@ -339,7 +339,14 @@ def test_overlong_penalty_grows_over_the_cache_alone(jit):
 
 @pytest.mark.parametrize(
     ("acc", "expected"),
-    [([0, 0, 0], False), ([1, 1, 1], False), ([0, 1, 0], True), ([1, 1, 0], True)],
+    [
+        ([0, 0, 0], False),
+        ([1, 1, 1], False),
+        ([0, 1, 0], True),
+        ([1, 1, 0], True),
+        ([0, 0.5, 0], False),
+        ([1, 1, 0.5], False),
+    ],
 )
 def test_groups_are_mixed_where_right_and_wrong_stand_in_them(acc, expected):
     for order in ((0, 1, 2), (2, 0, 1)):

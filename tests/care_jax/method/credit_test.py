@@ -423,16 +423,20 @@ CREDITS = (
 
 @pytest.mark.parametrize("has_kl", [True, False])
 def test_rows_that_cannot_change_the_parameters_are_not_computed(has_kl):
-    """The second group has equal rewards; the third has no verdict."""
-    rollouts, scores = rows(G, [[1, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0]])
+    """The second group has equal rewards; the third has no verdict, the fourth three."""
+    rollouts, scores = rows(G, [[1, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
     whole = credit.grpo_credit(rollouts, scores, eps=1e-6, ddof=1)
-    is_judged = np.array([True, True, False])
+    is_judged = np.ones((4, G), bool)
+    is_judged[2], is_judged[3, 2] = False, False
     whole = jax.device_get(whole)
     used = credit.only_of_update(whole, is_judged, has_kl=has_kl)
-    np.testing.assert_array_equal(used.is_trained.any((1, 2)), [True, has_kl, False])
-    np.testing.assert_array_equal(used.prompt_weight, [1, 1, 0])
-    np.testing.assert_array_equal(used.token_advantage[:2], whole.token_advantage[:2])
-    assert not used.token_advantage[2].any() and not used.advantage[2].any()
+    np.testing.assert_array_equal(used.is_trained.any((1, 2)), [True, has_kl, False, True])
+    np.testing.assert_array_equal(used.prompt_weight, [1, 1, 0, 1])
+    np.testing.assert_array_equal(used.is_trained[3].any(-1), [True, True, False, True])
+    for name in ("advantage", "token_advantage"):
+        ours, theirs = getattr(used, name), getattr(whole, name)
+        np.testing.assert_array_equal(ours[is_judged], theirs[is_judged])
+        assert theirs[~is_judged].any() and not ours[~is_judged].any()
 
 
 @pytest.mark.parametrize("function", CREDITS)

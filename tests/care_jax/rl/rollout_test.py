@@ -199,6 +199,22 @@ def test_a_group_that_was_not_judged_is_neither_rescued_nor_repaired(roll):
     assert groups.reasons[3].tolist() == ["failed: OSError"] * 3 + [""]
 
 
+def test_a_response_that_was_not_judged_is_no_failure_to_repair(roll):
+    """Of each group row 0 is right and row 2 is not judged, so that row 1 is repaired."""
+
+    def judge(question, responses, example):
+        return [{} if "row 2 of" in text else {"acc": "row 0 of" in text} for text in responses]
+
+    groups, _, _ = roll(reward=judge)
+    np.testing.assert_array_equal(groups.subgroup.hard_negative, [1] * 6)
+    np.testing.assert_array_equal(groups.subgroup.is_negative, [[False, True, False]] * 6)
+    np.testing.assert_array_equal(groups.trained_scores.acc[:, :3], [[1, 0, 0.5]] * 6)
+    reward = groups.scores.reward
+    np.testing.assert_allclose(groups.trained_scores.reward[:, 2], reward[:, [0, 1, 3]].mean(1))
+    np.testing.assert_array_equal(groups.trained_scores.reward[:, :2], reward[:, :2])
+    assert not reward[:, 2].any()  # as the metrics count it
+
+
 def test_groups_are_decoded_while_a_reward_function_judges_the_others(roll, tmp_path):
     """The first group waits for a file that is written when the last was decoded."""
     path = tmp_path / "decoded"

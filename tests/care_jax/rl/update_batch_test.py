@@ -1,5 +1,6 @@
 """The batch of an update: which responses it holds, and whose log-probabilities it has."""
 
+import types
 from collections import Counter
 
 import jax
@@ -144,7 +145,8 @@ def test_a_process_trains_on_prompts_of_another(make_run, responses, policy, mon
 
 
 def put_scored(run, score, batches, params, reference):
-    packed = ((batch, None) for batch in batches)
+    """The batches' plans are empty where a batch is None."""
+    packed = ((batch, types.SimpleNamespace(is_empty=batch is None)) for batch in batches)
     return update_batch.put_scored(run, score, packed, params, reference, DeviceClock())
 
 
@@ -209,6 +211,16 @@ def test_a_batch_is_laid_out_when_the_devices_have_another(
     for _ in put_scored(run, score, packed(), 5.0, 7.0):
         calls.append("yield")
     assert ", ".join(calls) == order
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_an_empty_batch_is_neither_scored_nor_put(make_run, groups, whole_batch, kl):
+    run = make_run(beta(kl))
+    batch, _ = whole_batch(run, groups)
+    score = lambda params, batch: batch.ref_logp + params  # noqa: E731
+    found = [placed for *_, placed in put_scored(run, score, [batch, None, batch], 5.0, 7.0)]
+    assert [placed is None for placed in found] == [False, True, False]
+    assert {float(placed.ref_logp.max()) for placed in found[::2]} == {7.0 if kl else 0.0}
 
 
 def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):

@@ -52,7 +52,7 @@ def test_the_sums_are_those_of_every_tensor_on_any_mesh(make_run, params, dtype,
     adamw = make_adamw(run, "rl")
     where = abstract_params(run)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
-    state = start_state(run, jax.device_put(params, sharding.of(where)), adamw)
+    state = start_state(run, jax.device_put(params, sharding.of(where)), adamw, "rl")
     table = state.params["text"]["embed"]["table"]
     broken = table.at[1, :3].set(jnp.nan).at[2, 0].set(-jnp.inf)
     state.params["text"]["embed"]["table"] = jax.device_put(broken, table.sharding)
@@ -187,7 +187,7 @@ def test_a_broken_checkpoint_is_neither_exported_nor_evaluated(make_run, params)
     run = make_run({})
     where = sharding.of(abstract_params(run))
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
-    state = start_state(run, jax.device_put(broken, where), make_adamw(run, "sft"))
+    state = start_state(run, jax.device_put(broken, where), make_adamw(run, "sft"), "sft")
     with open_checkpoints(run, "sft") as saved:
         saved.save(1, state, {})
     with pytest.raises(ValueError, match=r"^checkpoint 1 of sft must .*; set export\.step to ano"):

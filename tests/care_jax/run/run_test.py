@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from abstract import assert_same
+from flax.traverse_util import flatten_dict
 
 from care_jax.devices import placement, sharding
 from care_jax.devices.sharding import make_mesh
@@ -38,9 +39,25 @@ def start(run, params):
     def start():
         where = sharding.of(lora.without(abstract_params(run)))
         adamw = make_adamw(run, "rl")
-        return start_state(run, jax.device_put(params, where), adamw)
+        return start_state(run, jax.device_put(params, where), adamw, "rl")
 
     return start
+
+
+def test_stages_draw_different_adapters(make_run, params):
+    """RL's would otherwise lie in the space that the cold start began with."""
+    run = make_run({"model.lora_rank": 2})
+
+    def adapters(stage):
+        copied = jax.tree.map(jnp.copy, params)
+        placed = jax.device_put(copied, sharding.of(lora.without(abstract_params(run))))
+        return lora.only(start_state(run, placed, make_adamw(run, stage), stage).params)
+
+    first, same, other = map(adapters, ("sft", "sft", "rl"))
+    jax.tree.map(np.testing.assert_array_equal, first, same)
+    both = zip(*(flatten_dict(tree).items() for tree in (first, other)), strict=True)
+    for (path, one), (_, two) in both:
+        assert bool((one != two).all()) == (path[-1] == "lora_a")
 
 
 @pytest.mark.parametrize(
