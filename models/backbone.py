@@ -68,7 +68,7 @@ def embed(
     features: ImageFeatures | None = None,
     feature_index: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "... S D"]:
-    """Token embeddings; a token with a slot (not -1) gets the image feature of that slot."""
+    """Token embeddings; a token whose feature index is not -1 gets that image feature."""
     x = params["text"]["embed"]["table"][tokens].astype(dtype)
     if features is None:
         return x

@@ -38,13 +38,13 @@ REMATS = ("none", "dots", "layer")
 ATTENDED = "attended"  # names attention's output and log-sum-exp, see `checkpointed`
 
 Shard = Callable[[Array, Axes], Array]  # (x, its logical axes) -> x with a sharding constraint
-# (inputs, cotangent of the outputs) -> gradient of a kernel, summed over their rows.
+# (inputs, cotangent of the outputs) -> gradient of a kernel, summed over the rows.
 KernelGradient = Callable[[Array, Array], Array]
-# (gradient of a kernel, its logical axes) -> the same with each device summing over its own rows.
+# (gradient of a kernel, its logical axes) -> the same, computed from local rows and then reduced.
 Reduce = Callable[[KernelGradient, Axes], KernelGradient]
-# (tokens, kernels of consecutive experts, number of the first) -> their part of the output.
+# (tokens, kernels of consecutive experts, index of the first) -> what these add to the output.
 OfExperts = Callable[[Any, Any, Any], Array]
-# (the same, logical axes of the kernels) -> (tokens, kernels) -> the output of all experts.
+# (`OfExperts`, logical axes of the kernels) -> (tokens, kernels) -> the output of all experts.
 OverExperts = Callable[[OfExperts, Sequence[Axes]], Callable[[Any, Any], Array]]
 
 

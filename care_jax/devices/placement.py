@@ -87,13 +87,13 @@ def _scattered(
 
 
 def _over_experts(
-    of: layers.OfExperts, axes: Sequence[layers.Axes], *, rules: Rules, mesh: Mesh
+    compute: layers.OfExperts, axes: Sequence[layers.Axes], *, rules: Rules, mesh: Mesh
 ) -> Callable[[Any, Any], jax.Array]:
-    """`of` the experts of each device, and of the tokens of all devices that hold other experts.
+    """Expert parallelism: `compute` on the local experts, for the tokens of the expert group.
 
-    Tokens are gathered over the mesh axes of "expert" that shard the batch, and their outputs are
-    reduce-scattered; over the others, outputs are summed. Kernels are cast, and gathered over their
-    other mesh axes; their gradients are summed over devices in float32.
+    Over the mesh axes of "expert" that shard the batch, tokens are all-gathered and outputs
+    reduce-scattered; over its other axes outputs are all-reduced. Kernels are cast, and
+    all-gathered over their other mesh axes; their gradients are summed over devices in float32.
     """
     expert_axes = tuple(axis for axis in mesh_axes("expert", rules) if mesh.shape[axis] > 1)
 
@@ -114,7 +114,7 @@ def _over_experts(
             for logical, kernel in zip(axes, kernels, strict=True)
         ]
 
-        def of_own(tokens, kernels):
+        def on_device(tokens, kernels):
             whole = [
                 _gathered(kernel, spec, dtype, mesh)
                 for kernel, spec in zip(kernels, specs, strict=True)
@@ -122,7 +122,7 @@ def _over_experts(
             first = 0
             if expert_axes:
                 first = jax.lax.axis_index(expert_axes) * whole[0].shape[0]
-            y = of(tokens, whole, first)
+            y = compute(tokens, whole, first)
             summed = tuple(axis for axis in expert_axes if axis not in gathered)
             y = jax.lax.psum(y, summed) if summed else y
             if not gathered:
@@ -131,7 +131,7 @@ def _over_experts(
 
         # Axes that are gathered come last, so that the shards of the output are in order.
         return jax.shard_map(
-            of_own,
+            on_device,
             mesh=mesh,
             in_specs=(PartitionSpec(kept), specs),
             out_specs=PartitionSpec((*kept, *gathered)),

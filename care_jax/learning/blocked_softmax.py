@@ -72,13 +72,13 @@ def _scored(
 def _scored_fwd(table: Any, hidden: Any, targets: Any, num_columns: Any, is_never: IsNever) -> Any:
     arguments = table.value, hidden.value, targets.value, num_columns.value
     scored, sums = _forward(*arguments, is_never)
-    is_frozen = None if table.perturbed else ()
-    return scored, (arguments, scored[1], sums, is_frozen)
+    is_trained = () if table.perturbed else None  # a bool would become a tracer
+    return scored, (arguments, scored[1], sums, is_trained)
 
 
 def _scored_bwd(is_never: IsNever, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     """The gradients of table and hidden states; none of a frozen table."""
-    (table, hidden, targets, num_columns), entropy, (top, log_total), is_frozen = saved
+    (table, hidden, targets, num_columns), entropy, (top, log_total), is_trained = saved
     of_logp, of_entropy = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     beside = [targets, top, log_total, jnp.zeros_like(top) if of_logp is None else of_logp]
     if of_entropy is not None:
@@ -106,7 +106,7 @@ def _scored_bwd(is_never: IsNever, saved: Any, cotangents: Any) -> tuple[Any, ..
             return constrain(dx, "batch", "tokens", None), dtable
 
         dx, dtable = jnp.zeros(x.shape, jnp.float32), None
-        if is_frozen is None:
+        if is_trained is not None:
             dtable = jnp.zeros(_in_parts(table).shape, jnp.float32)
         # Three matmuls: a block that is gathered beside them takes VMEM from them on TPUs, which
         # costs more than it hides.

@@ -93,7 +93,8 @@ def train_step(
         L = -Σᵢ wᵢ Σₜ vₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
             + β · mean of k3(π_θ, π_ref)                                 (eq:ppo, eq:total-loss)
 
-    For CARE the latter is the mean over is_trained, for the others Σᵢ wᵢ Σₜ / Σ prompt_weight.
+    The KL term is a mean over the tokens of is_trained for CARE, and weighted like the surrogate,
+    Σᵢ wᵢ Σₜ k3 / Σ prompt_weight, for the others.
     wᵢ is the weight of response i in its prompt's loss. ρₜ is the importance ratio of the token, or
     for GSPO of the response: the geometric mean over its tokens. vₜ is 1, or with rl.correction
     `correction_weight` of the token or response.

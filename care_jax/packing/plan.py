@@ -64,7 +64,8 @@ class RowPlan:
         """Branch of each token, as tree · R + index in the tree, and its index in that branch; both
         -1 for prompts and padding."""
         num_branches = self.sizes.branches.shape[1]
-        which, offset = (np.full((len(self.rows), self.row_tokens), -1, np.int32) for _ in "ab")
+        which = np.full((len(self.rows), self.row_tokens), -1, np.int32)
+        offset = which.copy()
         for row, parts in enumerate(self.rows):
             start = 0
             for part in parts:

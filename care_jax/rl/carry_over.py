@@ -126,8 +126,8 @@ def restored(
     if (saved := description["sizes"]) != _sizes(queue):
         raise ValueError(
             f"the checkpoint has unfinished rollouts of decoding with {saved}, and this run has "
-            f"{_sizes(queue)}; resume with the rl.decode_rows and mesh of the save, on a TPU with "
-            "model.attention 'kernel' if its keys_axis is -2, else 'xla'"
+            f"{_sizes(queue)}; resume with the same rl.decode_rows and mesh; if only keys_axis "
+            "differs, on a TPU, set model.attention to 'kernel' (-2) or 'xla' (-1)"
         )
     scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
     scheduler.restore(description["scheduler"])

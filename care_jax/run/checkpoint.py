@@ -281,14 +281,21 @@ class Checkpoints:
 
         Damaged steps are renamed, with a line on stderr for each. ValueError: all are damaged.
         """
-        has_steps = self.latest_step is not None
-        while self.latest_step is not None and not self.is_whole(self.latest_step):
-            pass
-        if has_steps and self.latest_step is None:
+        step = latest = self.latest_step
+        while step is not None and not self.verify(step):
+            step = self.latest_step
+        if latest is not None and step is None:
             self._refuse_if_damaged()
-        return self.latest_step
+        return step
 
-    def is_whole(self, step: int) -> bool:
+    def best_whole_step(self) -> int | None:
+        """As `best_step`, of the steps whose files match their manifest; renames the others."""
+        step = self.best_step
+        while step is not None and not self.verify(step):
+            step = self.best_step
+        return step
+
+    def verify(self, step: int) -> bool:
         """Whether a saved step's files match its manifest; if not, renames its folder.
 
         They are hashed once.
@@ -312,7 +319,7 @@ class Checkpoints:
         return not fault
 
     def _check_whole(self, step: int) -> None:
-        if not self.is_whole(step):
+        if not self.verify(step):
             raise ValueError(
                 f"checkpoint {step} in {self.folder} is damaged and was renamed to "
                 f"{step}{_DAMAGED}; choose one of the steps {self.steps}"

@@ -26,8 +26,8 @@ _NUM_THREADS = min(8, os.cpu_count() or 1)
 def write_manifest(folder: pathlib.Path, *, leave_out: Sequence[str] = (), of: str = "") -> None:
     """Writes the manifest of a folder atomically; no file in it may be written meanwhile.
 
-    `leave_out` names files that may change later; `of` says what the folder is, if another one with
-    the same files may come to stand in its place.
+    `leave_out` names files that may change later; `of` identifies the folder, such as
+    "checkpoint 40", so that a copy of another step under its name is found.
     """
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     names = sorted(files - {MANIFEST, *leave_out})

@@ -30,7 +30,7 @@ _PACKAGES = (
 def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Writes config.json, with the versions of code and libraries.
 
-    That of a training is kept by an evaluation or export, whose keys are not those of the next one.
+    An evaluation or export does not overwrite the config.json of a training run.
     """
     path = workdir / "config.json"
     if not _trains(config.stages) and _is_of_training(path):
@@ -57,7 +57,7 @@ def write_start(
     overridden: Collection[str],
     given: Collection[str] = (),
 ) -> None:
-    """Appends a line to starts.jsonl: what config.json, which has the last training, does not tell.
+    """Appends a line to starts.jsonl, as config.json has the last training run only.
 
     A line is {"time": ISO 8601 in UTC, "command", "stages", "devices", "changed": {key: value},
     "given"}: changed are the keys set on the command line, given the stages whose examples came

@@ -53,11 +53,9 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
             "run starts from"
         )
     with open_checkpoints(run, stages[-1]) as saved:
-        # `is_whole` sets a damaged step aside, so that the next best is tried.
-        while wanted == "best" and saved.best_step and not saved.is_whole(saved.best_step):
-            pass
         last = saved.latest_whole_step() if wanted == "last" else None
-        steps, best = [*saved.steps], saved.best_step
+        best = saved.best_whole_step() if wanted == "best" else saved.best_step
+        steps = [*saved.steps]
     step = {"last": last, "best": best}.get(wanted, wanted)
     if step is None or int(step) not in steps:
         known = f"the best by {run.config.best_metric!r}: {best or 'none was evaluated'}"

@@ -45,7 +45,8 @@ def export_stage(run: Run, params: backbone.Params, source: Source) -> None:
         what = f"{which} of {source.stages[-1]}"
     print_line(f"exported {what} to {folder}")
     if run.config.model.lora_rank and source.stages:
-        print_line(f"exported its adapters to {export_adapters(run, source)}")
+        folder = export_adapters(run, source)
+        print_line(f"exported its adapters to {folder}")
 
 
 def export_adapters(run: Run, source: Source) -> pathlib.Path:

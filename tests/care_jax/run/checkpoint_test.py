@@ -276,7 +276,7 @@ def test_no_folder_is_renamed_on_a_mounted_bucket(tmp_path, monkeypatch, is_buck
             saved.save(step, make_state(step), {}, {"acc": step / 10})
     assert bool(renamed) != is_bucket
     with checkpoints(tmp_path) as saved:
-        assert saved.steps == [6] and saved.is_whole(6) and integrity.has_manifest(tmp_path / "6")
+        assert saved.steps == [6] and saved.verify(6) and integrity.has_manifest(tmp_path / "6")
         assert_equal(saved.restore(abstract(make_state())).state, make_state(6))
         assert_equal(saved.restore_params(abstract(make_state()["params"]), 6)["w"].shape, (8, 4))
 
@@ -429,7 +429,7 @@ def test_metrics_added_later_have_a_sum_too(tmp_path):
     with checkpoints(tmp_path) as saved:
         saved.save(1, make_state(1), {})
         saved.add_metrics(1, {"acc": 0.5})
-        assert saved.is_whole(1)
+        assert saved.verify(1)
     path = tmp_path / "1" / "metrics" / "metrics"
     path.write_text(path.read_text().replace("0.5", "0.9"))
     with pytest.raises(ValueError, match=r"is damaged \(1\.damaged\)"):
