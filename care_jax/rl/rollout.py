@@ -27,6 +27,7 @@ from jaxtyping import Int, PRNGKeyArray, Shaped
 from care_jax.batch import Example, Groups, Rollouts
 from care_jax.decoding import reflection
 from care_jax.decoding.rollout_buffer import NO_CONTEXT, InFlight, Request
+from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.method import spans
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
@@ -175,7 +176,7 @@ def _decode_pool(
     new = pool if flight is None else groups
     goal: Any = {"in_flight": flight, "num_wanted": run.config.rl.prompts_per_step}
     decoded = programs.decode(params, rng, _requests(new), **goal)
-    rows = verify(run, decoded, pool.examples, verifier)
+    rows = verify(run, decoded, pool.examples, verifier, num_wanted=len(index))
     left = programs.queue.in_flight
     assert left is not None  # more prompts are decoded than are wanted
     whole = carried.leave(pool, left)
@@ -185,41 +186,56 @@ def _decode_pool(
 
 
 def _share_out(run: Run, groups: Groups, index: Int[np.ndarray, " B"]) -> Groups:
-    """Gives every process as many groups as it trains on; they get these indices in the step.
+    """The groups of this process's positions in the step, `index`, of all that are whole.
 
-    The places of a shard get the groups that were decoded on it, in turn those of every update, so
-    that each has its part of the prompts that were carried over, which come first. What one shard
-    has too many moves to the places of those that have too few.
+    Processes may have decoded unequal numbers of them, and train on equal ones.
     """
     rl, (sizes, _) = run.config.rl, rollout_sizes(run)
-    places = np.arange(rl.prompts_per_step).reshape(-1, rl.prompts_per_update).T.ravel()
-    held = sizes.shard_of(groups.index).tolist()
-    free = [deque(places[sizes.shard_of(places) == shard]) for shard in range(sizes.num_shards)]
-    everyone = distributed.gather_json(held)
-    of_shard = sorted(
-        (shard, process, row)
-        for process, shards in enumerate(everyone)
-        for row, shard in enumerate(shards)
-    )
-    found, surplus = {}, []
-    for shard, *where in of_shard:
-        if free[shard]:
-            found[free[shard].popleft()] = where
-        else:
-            surplus.append(where)
-    found |= zip(sorted(itertools.chain(*free)), surplus, strict=True)
+    held = distributed.gather_json(sizes.shard_of(groups.index).tolist())
+    assigned = _assign_positions(held, sizes, rl.prompts_per_update)
     owners = sharding.owners(rl.prompts_per_update, run.decode_batch_sharding)
-    owner = np.resize(owners, len(places))
-    moved = [place for place, (process, _) in found.items() if process != owner[place]]
-    own = {row: place for place, (process, row) in found.items() if process == jax.process_index()}
+    owner = np.resize(owners, rl.prompts_per_step)
+    moved = [position for position, (process, _) in assigned.items() if process != owner[position]]
+    me = jax.process_index()
+    own = {row: position for position, (process, row) in assigned.items() if process == me}
     # A process may have no group, and then not the fields of the others.
     boxed = np.empty(len(own), object)
     boxed[:] = [groups.take(slice(row, row + 1)) for row in own]
+    positions = np.array([*own.values()], int)
     boxed = distributed.exchange_rows(
-        boxed, np.array([*own.values()], int), len(places), moved=sorted(moved), wanted=index
+        boxed, positions, rl.prompts_per_step, moved=sorted(moved), wanted=index
     )
-    in_order = np.argsort([*own.values()]) if jax.process_count() == 1 else index
+    in_order = np.argsort(positions) if jax.process_count() == 1 else index
     return dataclasses.replace(Groups.concatenate(boxed[in_order].tolist()), index=index)
+
+
+def _assign_positions(
+    held: Sequence[Sequence[int]], sizes: Sizes, prompts_per_update: int
+) -> dict[int, tuple[int, int]]:
+    """The group, as (process, row), that takes each position of a step.
+
+    `held` has the batch shard on which each group was decoded, by process. Every shard has the same
+    number of positions. They first take groups of that shard, so that few move; what is left over
+    takes the other shards' free ones. Positions are taken in turn from every update, and a
+    process's carried-over groups come first, so that every update gets its share of these.
+    """
+    positions = np.arange(sum(map(len, held))).reshape(-1, prompts_per_update).T.ravel()
+    free = [
+        deque(positions[sizes.shard_of(positions) == shard].tolist())
+        for shard in range(sizes.num_shards)
+    ]
+    groups = sorted(
+        (shard, process, row)
+        for process, shards in enumerate(held)
+        for row, shard in enumerate(shards)
+    )
+    assigned, left = {}, []
+    for shard, *group in groups:
+        if free[shard]:
+            assigned[free[shard].popleft()] = tuple(group)
+        else:
+            left.append(tuple(group))
+    return assigned | dict(zip(sorted(itertools.chain(*free)), left, strict=True))
 
 
 def verify(
@@ -227,14 +243,16 @@ def verify(
     decoded: Iterator[tuple[list[int], Rollouts]],
     examples: Sequence[Example] | Shaped[np.ndarray, " B"],
     verifier: Verifier,
+    num_wanted: int | None = None,
 ) -> Groups | None:
     """Verifies rollouts as they finish; returns them in the order of `examples`, None if none.
 
-    `decoded` yields (indices of examples, their rollouts).
+    `decoded` yields (indices of examples, their rollouts), of `num_wanted` or all examples.
     """
     policy, started, order = run.policy, [], []
+    num_wanted = num_wanted or len(examples)
     for indices, rollouts in decoded:
-        show_part(f"decoded {len(order) + len(indices)} of {len(examples)} prompts")
+        show_part(f"decoded {len(order) + len(indices)} of {num_wanted} prompts")
         finish = start_scoring(
             rollouts,
             [examples[index] for index in indices],

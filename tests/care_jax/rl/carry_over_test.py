@@ -55,6 +55,22 @@ def test_no_prompt_of_the_stream_is_drawn_twice(carrying, questions):
     assert len({example.id for example in asked}) == 24
 
 
+def test_few_groups_move_where_shards_finished_unequal_numbers(carrying):
+    """16 positions of two updates and four shards; shard 0 has 6 groups, shard 3 has 2."""
+    sizes = rollout_sizes(carrying(0.5))[0]
+    held = [[0] * 6 + [1] * 4, [2] * 4 + [3] * 2]
+    assigned = rollout._assign_positions(held, sizes, 8)
+    assert sorted(assigned) == list(range(16))
+    every = [(process, row) for process, shards in enumerate(held) for row in range(len(shards))]
+    assert sorted(assigned.values()) == every
+    shards = sizes.shard_of(np.array([*assigned])).tolist()
+    away = [group for shard, group in zip(shards, assigned.values(), strict=True)
+            if held[group[0]][group[1]] != shard]  # fmt: skip
+    assert away == [(0, 4), (0, 5)]  # the last ones, so that the carried-over ones stay
+    first = [group for position, group in assigned.items() if position < 8]
+    assert sum(group in ((0, 0), (0, 1)) for group in first) == 1  # of both updates
+
+
 def test_each_update_has_its_part_of_the_prompts_that_were_carried_over(carrying, questions):
     """Of a step's 16 groups the first 8 came from the step before, two on each shard."""
     run = carrying(0.5)
