@@ -262,7 +262,7 @@ MUTATIONS = (
     ),
     *_of(
         "care_jax/rewards/symbolic.py", "care_jax/rewards/symbolic_test.py",
-        ("(is_late and question in self._late)", "is_late",
+        ("(is_late and comparison in self._late)", "is_late",
          "a timeout is believed at once"),
     ),
     *_of(
@@ -302,8 +302,23 @@ MUTATIONS = (
     ),
     *_of(
         "care_jax/stages/rl.py", "care_jax/stages/rl_test.py",
-        ("if plan.is_empty:", "if plan.is_empty and parts is None:",
+        ("if on_devices is None:", "if on_devices is None and parts is None:",
          "an update without any response is called"),
+    ),
+    *_of(
+        "care_jax/batch.py", "care_jax/rl/rollout_test.py",
+        ("acc=np.where(is_judged, self.scores.acc, np.float32(0.5)),", "acc=self.scores.acc,",
+         "a response that was not judged is a failure"),
+    ),
+    *_of(
+        "care_jax/run/run.py", "care_jax/run/run_test.py",
+        ("streams.ADAPTERS[stage]", 'streams.ADAPTERS["sft"]',
+         "cold start and RL draw the same adapters"),
+    ),
+    *_of(
+        "care_jax/run/weights.py", "care_jax/run/weights_test.py",
+        ("if saved.latest_whole_step() != section.num_steps:", "if not saved.latest_whole_step():",
+         "a stage whose last checkpoint is damaged is finished"),
     ),
     *_of(
         "care_jax/rl/dynamic_sampling.py", "care_jax/rl/dynamic_sampling_test.py",

@@ -405,7 +405,9 @@ def read_progress(
     Raises:
         ValueError: the step was saved under another fingerprint, or its file is no JSON.
     """
-    progress = json.loads((folder / str(step) / "progress" / "metadata").read_text())
+    progress = json.loads(
+        (folder / str(step) / "progress" / "metadata").read_text(encoding="utf-8")
+    )
     saved, ours = map(_by_dotted_key, (progress["fingerprint"], fingerprint))
     differing = [
         f"{key} (checkpoint {saved.get(key, 'unset')}, config {ours.get(key, 'unset')})"
