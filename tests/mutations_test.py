@@ -6,7 +6,7 @@ import pytest
 
 def test_every_mutation_applies_and_names_tests_that_exist():
     assert mutations.problems() == []
-    assert len(set(mutations.MUTATIONS)) == 66
+    assert len(set(mutations.MUTATIONS)) == len(mutations.MUTATIONS) > 60
 
 
 @pytest.mark.parametrize(
