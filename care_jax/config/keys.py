@@ -248,7 +248,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("care.reflect_top_p", "[0, 1]", FIXED),
     ("care.reflect_credit", ("as_sampled", "prompt_only"), FIXED),
     ("care.cue", _ANY, FIXED),
-    ("dapo.max_tries", "[1, 100]", FIXED),
+    ("dapo.max_tries", "[1, 100]", FIXED),  # `streams` has keys for 127
     ("dapo.overlong_share", "[0, 1)", FIXED),
     ("*.clip_low", "(0, 1]", FIXED),
     ("*.clip_high", "(0, inf)", FIXED),

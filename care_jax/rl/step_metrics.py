@@ -58,8 +58,8 @@ class StepLog:
         self._counted: dict[str, int]  # the verifier's counts when it began
         self._began: tuple[float, float]  # the time then, and the devices' busy seconds until then
         self._verdicts: dict[str, int]  # the verifier's counts of the step, of all processes
-        self._not_judged: float  # share of the responses
-        self._rolled_out: float  # the time between rollouts and updates
+        self._not_judged: float  # share of the responses without a verdict
+        self._rolled_out: float  # when the rollouts were done
         self._first: tuple[np.ndarray, jax.Array, np.ndarray, np.ndarray]  # of `sampler_mismatch`
         # As `_began`, at the end of the updates; and the time at which they had been called.
         self._updated: tuple[Future[tuple[float, float]], float]

@@ -403,11 +403,15 @@ def read_progress(
     """The JSON saved beside a step's state; reads the file only.
 
     Raises:
-        ValueError: the step was saved under another fingerprint, or its file is no JSON.
+        ValueError: the step was saved under another fingerprint, or its file cannot be read.
     """
-    progress = json.loads(
-        (folder / str(step) / "progress" / "metadata").read_text(encoding="utf-8")
-    )
+    try:
+        text = (folder / str(step) / "progress" / "metadata").read_text(encoding="utf-8")
+        progress = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{_label(step)} in {folder} is damaged: {error}; remove {folder / str(step)}"
+        ) from error
     saved, ours = map(_by_dotted_key, (progress["fingerprint"], fingerprint))
     differing = [
         f"{key} (checkpoint {saved.get(key, 'unset')}, config {ours.get(key, 'unset')})"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import pytest
@@ -127,10 +128,15 @@ def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, saved):
     assert "run exists" in output and "kept; resumes from step 10\n" in output
 
 
-def test_a_workdir_with_a_run_of_other_settings_is_refused(said, saved):
+def test_a_workdir_with_a_run_of_other_settings_is_refused(said, saved, tmp_path):
     saved("sft", "10")
     with pytest.raises(ValueError, match=r"\(10 steps done\).* sft.batch_size was 64, is 32;"):
         said(**{"sft.batch_size": 32})
+    saved("sft", "20")
+    (tmp_path / "run/checkpoints/sft/20/progress/metadata").write_text("{")
+    with pytest.raises(ValueError, match=r"checkpoint 20 in .* is damaged: .*; remove .*/20"):
+        said()
+    shutil.rmtree(tmp_path / "run/checkpoints/sft/20")
     with pytest.raises(ValueError, match=r"of another model: lora_rank \(checkpoint 0, config 4\)"):
         said(**{"model.lora_rank": 4})
 

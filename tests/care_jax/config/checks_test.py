@@ -257,6 +257,12 @@ REFUSED = {
 }
 
 
+def test_a_file_with_more_negatives_than_candidates_is_refused_under_every_objective():
+    """Its selection is made for the report, too."""
+    with pytest.raises(ValueError, match=r"care\.M 6 candidates must hold care\.K 20 "):
+        check({"rl.objective": "grpo", "care.K": 20}, overridden=())
+
+
 @pytest.mark.parametrize("changes", ACCEPTED.values(), ids=ACCEPTED)
 def test_a_configuration_that_can_run_is_accepted(changes):
     check(changes)

@@ -145,8 +145,7 @@ def test_a_process_trains_on_prompts_of_another(make_run, responses, policy, mon
 
 
 def put_scored(run, score, batches, params, reference):
-    """The batches' plans are empty where a batch is None."""
-    packed = ((batch, types.SimpleNamespace(is_empty=batch is None)) for batch in batches)
+    packed = ((batch, types.SimpleNamespace(is_empty=False)) for batch in batches)
     return update_batch.put_scored(run, score, packed, params, reference, DeviceClock())
 
 
@@ -218,7 +217,9 @@ def test_an_empty_batch_is_neither_scored_nor_put(make_run, groups, whole_batch,
     run = make_run(beta(kl))
     batch, _ = whole_batch(run, groups)
     score = lambda params, batch: batch.ref_logp + params  # noqa: E731
-    found = [placed for *_, placed in put_scored(run, score, [batch, None, batch], 5.0, 7.0)]
+    packed = ((batch, types.SimpleNamespace(is_empty=number == 1)) for number in range(3))
+    scored = update_batch.put_scored(run, score, packed, 5.0, 7.0, DeviceClock())
+    found = [placed for *_, placed in scored]
     assert [placed is None for placed in found] == [False, True, False]
     assert {float(placed.ref_logp.max()) for placed in found[::2]} == {7.0 if kl else 0.0}
 

@@ -112,6 +112,16 @@ def test_of_a_stage_with_nothing_left_to_do_only_the_weights_are_read(trained):
     assert {float(leaf.mean()) for leaf in jax.tree.leaves(found)} == {4.0}
 
 
+def test_weights_that_are_not_finite_say_which_checkpoint_to_remove(trained, monkeypatch):
+    def refused(run, params, name, advice):
+        raise ValueError(f"{name}: {advice}")
+
+    monkeypatch.setattr(weights.guards, "check_weights", refused)
+    message = r"checkpoint 4 of rl: remove \S+/rl/4, then run the same command"
+    with pytest.raises(ValueError, match=message):
+        weights.finished(trained, "rl")
+
+
 def test_a_stage_with_steps_or_an_evaluation_left_is_not_finished(trained, capsys):
     assert weights.finished(trained, "sft") is None  # never begun
 
