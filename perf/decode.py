@@ -158,7 +158,7 @@ class Ours:
         scheduler = self.simulation.scheduler
         if self.number:
             scheduler.grow_older()
-        first = scheduler.next_number
+        first = scheduler.next_uid
         waiting = [
             WaitingPrompt(len(p.tokens), first + i, len(p.patches)) for i, p in enumerate(prompts)
         ]

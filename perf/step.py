@@ -196,19 +196,18 @@ class Ours:
         if number == 0:
             is_carrying = carry_over.num_carried(run) > 0
             self.carried = carry_over.drawn_first(run, self.batches) if is_carrying else None
-        going_on = self.carried and self.carried.copy()
         first = (number, *self.batches.batch(number))
         params = update.to_decode_layout(self.state.params)
         index = np.arange(NUM_PROMPTS)
         sources = self.batches, first, index, self.verifier
-        draws = draw_groups(run, self.rollout, params, *sources, going_on)
+        draws, carried = draw_groups(run, self.rollout, params, *sources, self.carried)
         del params
         rolled_out = time.perf_counter()
         groups = rl.assign_credit(run, update, choose_mixed(draws))
         everyone = gather_groups(groups)
-        self.carried = going_on and going_on.aged()
+        self.carried = carried and carried.aged()
         assert (everyone.num_trained > 0).all()
-        if going_on is None:
+        if carried is None:
             assert everyone.num_trained.sum() == self.lengths[number].sum()
         packed, params = [train_batch(run, groups, everyone)], self.state.params
         scored = put_scored(run, update.score, packed, params, self.reference, self.clock)

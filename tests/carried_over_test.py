@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shutil
 import weakref
 
 import jax
@@ -12,6 +11,7 @@ from small_run import metrics_of, small_config, state_of, without_times
 
 from care_jax import main
 from care_jax.decoding.queue import DecodeQueue
+from care_jax.rewards.failures import RewardFailed
 from care_jax.rl import carry_over
 from care_jax.rl.step_metrics import StepLog
 
@@ -46,6 +46,18 @@ def watched_slots(monkeypatch):
     return sets, counts
 
 
+def fails_at(number):
+    """A `StepLog.rolled_out` in which the reward function has failed at this step."""
+    rolled_out = StepLog.rolled_out
+
+    def failing(self, step):
+        rolled_out(self, step)
+        if step == number:
+            raise RewardFailed("none was judged")
+
+    return failing
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -59,11 +71,13 @@ def watched_slots(monkeypatch):
     ],
 )
 def test_a_run_resumes_with_what_was_in_flight(tmp_path, monkeypatch, changes):
-    """Bit for bit, at each of its steps."""
+    """Bit for bit, at each of its steps; the third is broken off behind its rollouts."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     main.run_stages(carrying(checkpoint_every=1, **changes), whole)
-    saved = whole / "checkpoints" / "rl" / "2"
-    shutil.copytree(saved, resumed / "checkpoints" / "rl" / "2")
+    with monkeypatch.context() as patch, pytest.raises(RewardFailed):
+        patch.setattr(StepLog, "rolled_out", fails_at(2))
+        main.run_stages(carrying(checkpoint_every=4, **changes), resumed)
+    saved = resumed / "checkpoints" / "rl" / "2"
     progress = json.loads((saved / "progress" / "metadata").read_text())
     assert len(progress["in_flight"]["prompts"]) == 4 and progress["in_flight"]["slots"]
     kinds, restored = [], carry_over.restored
@@ -79,7 +93,7 @@ def test_a_run_resumes_with_what_was_in_flight(tmp_path, monkeypatch, changes):
     assert len(sets) == 2 and counts == [1, 1]
     assert kinds == [{"pinned_host" if "model.offload" in changes else "device"}]
     steps = metrics_of(whole)
-    assert without_times(metrics_of(resumed)) == without_times(steps[2:])
+    assert without_times(metrics_of(resumed)) == without_times(steps)
     for step in (3, 4):
         states = [jax.tree.leaves(state_of(folder, step)) for folder in (whole, resumed)]
         for one, other in zip(*states, strict=True):

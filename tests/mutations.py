@@ -120,8 +120,8 @@ MUTATIONS = (
         "care_jax/learning/train_step.py",
         "care_jax/learning/train_step_layout_test.py"
         "::test_packing_and_microbatches_change_nothing_under_any_baseline",
-        ("jax.vmap(sequence_log_ratio)(*sampled)",
-         "jax.lax.stop_gradient(jax.vmap(sequence_log_ratio)(*sampled))",
+        ("jax.vmap(sequence_log_ratio)(logp, old_logp, mask, branch)",
+         "jax.lax.stop_gradient(jax.vmap(sequence_log_ratio)(logp, old_logp, mask, branch))",
          "no gradient flows through GSPO's ratio"),
     ),
     *_of(
@@ -287,7 +287,7 @@ MUTATIONS = (
     ),
     *_of(
         "care_jax/stages/rl.py", "carried_over_test.py",
-        ("            carried = going_on  #", "            _ = going_on  #",
+        ("            carried = left\n", "            _ = left\n",
          "an update has the slots of two steps in memory"),
     ),
     *_of(

@@ -110,24 +110,24 @@ def _steady(run: Run, mean_response: float) -> tuple[Schedule, int]:
     simulation = Simulation(sizes, _buckets(run), rl.max_age)
     scheduler, found = simulation.scheduler, []
     for step in range(_NUM_STEPS):
-        numbers = np.arange(rl.prompts_per_step)
+        uids = np.arange(rl.prompts_per_step)
         if step == 0:
-            numbers = np.concatenate([numbers, first_indices(run)])
+            uids = np.concatenate([uids, first_indices(run)])
         else:
             scheduler.grow_older()
-        numbers += scheduler.next_number
+        uids += scheduler.next_uid
         prompts, responses = draw(
             run,
-            len(numbers),
+            len(uids),
             sizes.num_rollouts,
             mean_response,
             rl.max_response_tokens,
             seed=_SEED + step,
         )
-        waiting = _waiting(prompts, numbers)
-        lengths_of = dict(zip(numbers.tolist(), responses, strict=True))
+        waiting = _waiting(prompts, uids)
+        lengths_of = dict(zip(uids.tolist(), responses, strict=True))
         schedule = simulation.step(waiting, lengths_of, rl.prompts_per_step)
-        found.append((schedule, len(scheduler.numbers)))
+        found.append((schedule, len(scheduler.uids)))
     schedules, num_left = zip(*found[-_NUM_STEADY:], strict=True)
     mean = np.mean([schedule.num_steps for schedule in schedules])
     return min(schedules, key=lambda each: abs(each.num_steps - mean)), max(num_left)
@@ -142,10 +142,8 @@ def _buckets(run: Run) -> list[tuple[int, int]]:
     return sorted(map(tuple, run.config.data.buckets))
 
 
-def _waiting(
-    prompts: Int[np.ndarray, "N 2"], numbers: Int[np.ndarray, " N"]
-) -> list[WaitingPrompt]:
-    rows = np.column_stack([prompts[:, 0], numbers, prompts[:, 1]])
+def _waiting(prompts: Int[np.ndarray, "N 2"], uids: Int[np.ndarray, " N"]) -> list[WaitingPrompt]:
+    rows = np.column_stack([prompts[:, 0], uids, prompts[:, 1]])
     return [WaitingPrompt(*row) for row in rows.tolist()]
 
 

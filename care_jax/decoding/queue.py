@@ -55,7 +55,7 @@ class DecodePrograms:
 
     options: DecodeOptions  # what they are compiled for
     empty: Callable[..., Slots]  # (sizes, P)
-    # (params, slots, prompts, key_data [N], indices [N], budget [N, G], chosen [B]), with prefill
+    # (params, slots, prompts, key_data [N], indices [N], budget [N, G], source [B]), with prefill
     admit: Callable[..., tuple[Slots, SampledTokens]]
     share: Callable[..., Slots]  # (slots, source [B], begin [B], end [B])
     # (params, slots, refill) -> slots, sampled tokens, progress
@@ -75,7 +75,7 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
         shardings = sharding.param_shardings(slot_axes(slots), slots, rules, mesh)
         return jax.lax.with_sharding_constraint(slots, shardings)
 
-    def by_slot(sampled: SampledTokens) -> SampledTokens:
+    def sharded(sampled: SampledTokens) -> SampledTokens:
         return jax.lax.with_sharding_constraint(sampled, options.batch_sharding)
 
     def empty(sizes, num_prompt_tokens):
@@ -83,10 +83,10 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
         slots = empty_slots(options.config, sizes, num_prompt_tokens, options.dtype, attention)
         return laid_out(slots)
 
-    def admit(params, slots, prompts, key_data, indices, budget, chosen):
-        admitted = prompts, key_data, indices, budget, chosen
+    def admit(params, slots, prompts, key_data, indices, budget, source):
+        admitted = prompts, key_data, indices, budget, source
         slots, first = sampler.admit(params, slots, *admitted, options)
-        return laid_out(slots), by_slot(first)
+        return laid_out(slots), sharded(first)
 
     def share(slots, source, begin, end):
         return laid_out(sampler.occupy(slots, slots.prefix, source, begin, end, num_shards))
@@ -94,7 +94,7 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
     def advance(params, slots, refill):
         slots, sampled, progress = sampler.advance(params, slots, refill, options)
         progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
-        return laid_out(slots), by_slot(sampled), progress
+        return laid_out(slots), sharded(sampled), progress
 
     return DecodePrograms(
         options=options,
@@ -115,8 +115,9 @@ class DecodeQueue:
     `num_steps` counts the decode steps so far; a step advances all rows. `in_flight` is what the
     last call of `decode` left to the next one, None if nothing.
 
-    A prompt is known by its number, its index plus a multiple of `period`; it differs from those of
-    all other prompts in flight.
+    A prompt has an `index` in its step, which gives its shard and its random key; a `uid`, the
+    index plus a multiple of `period`, that no other prompt in flight has; and on its process a
+    `place` among the requests of a call.
 
     Args:
         meanwhile: called whenever the devices have begun to decode; does other work of the host.
@@ -171,13 +172,13 @@ class DecodeQueue:
         if in_flight is not None:
             scheduler = copy.deepcopy(in_flight.scheduler)
             key_data = np.concatenate([in_flight.key_data, key_data])
-        waiting, numbers = _gather_waiting(requests, scheduler)
+        waiting, uids = _gather_waiting(requests, scheduler)
         scheduler.begin(waiting, num_wanted)
         if in_flight is not None:
             requests = [*in_flight.requests, *requests]
-            numbers = np.concatenate([in_flight.numbers, numbers])
+            uids = np.concatenate([in_flight.uids, uids])
             slots = self._restored(in_flight.slots, scheduler)
-        buffer = RolloutBuffer(requests, numbers, self.sizes, self.programs.options, in_flight)
+        buffer = RolloutBuffer(requests, uids, self.sizes, self.programs.options, in_flight)
         before = num_steps = 0 if slots is None else int(slots.num_steps.addressable_data(0))
         finished = buffer.collect([], scheduler, slots)
         while not scheduler.is_over:
@@ -186,7 +187,7 @@ class DecodeQueue:
             while (admission := scheduler.admit()) is not None:
                 slots, first = self._admit(params, buffer, key_data, *admission, slots)
                 self.clock.watch(first)
-                buffer.enqueue(first, scheduler.numbers)
+                buffer.enqueue(first, scheduler.uids)
             if (shares := scheduler.share()) is not None:
                 slots = self.programs.share(slots, *map(self._put, shares))
             assert slots is not None  # the first prompts are admitted
@@ -194,7 +195,7 @@ class DecodeQueue:
                 slots = self._keep(slots, kept)
             slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
-            buffer.enqueue(sampled, scheduler.numbers)
+            buffer.enqueue(sampled, scheduler.uids)
             self.meanwhile()
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
@@ -221,9 +222,9 @@ class DecodeQueue:
             slots = self._keep(slots, kept)
         slots = self.put_aside(slots)
         left, rollouts = buffer.left()
-        requests, numbers = [buffer.requests[i] for i in left], buffer.numbers[left]
+        requests, uids = [buffer.requests[i] for i in left], buffer.uids[left]
         left = np.array(left, int)
-        return InFlight(requests, left, numbers, key_data[left], rollouts, scheduler, slots)
+        return InFlight(requests, left, uids, key_data[left], rollouts, scheduler, slots)
 
     def put_aside(self, slots: Slots | None) -> Slots | None:
         """The slots where they are kept between steps, see `is_offloaded`."""
@@ -264,14 +265,14 @@ class DecodeQueue:
         buffer: RolloutBuffer,
         key_data: UInt32[np.ndarray, "n 2"],
         waiting: Sequence[WaitingPrompt | None],
-        chosen: Int[np.ndarray, " B"],
+        source: Int[np.ndarray, " B"],
         slots: Slots | None,
     ) -> tuple[Slots, SampledTokens]:
         """Prefills the admitted prompts and assigns their slots."""
         sizes, batch_sharding = self.sizes, self.programs.options.batch_sharding
         padding = Request(0, self.prompts.empty_prompt)
         local = [waiting[row] for row in sharding.local_rows(sizes.num_new, batch_sharding)]
-        places = buffer.places(-1 if prompt is None else prompt.number for prompt in local)
+        places = buffer.places(-1 if prompt is None else prompt.uid for prompt in local)
         admitted = [padding if place < 0 else buffer.requests[place] for place in places]
         tokenized, contexts = [r.prompt for r in admitted], [r.context for r in admitted]
         prompts = self.prompts.batch(
@@ -293,7 +294,7 @@ class DecodeQueue:
         indices = np.array([request.index for request in admitted], np.int32)
         own_keys = np.pad(key_data, ((0, 1), (0, 0)))[places]  # padding, place -1: the added row
         arrays = sharding.put_batch((prompts, own_keys, indices, budget), batch_sharding)
-        return self.programs.admit(params, slots, *arrays, self._put(chosen))
+        return self.programs.admit(params, slots, *arrays, self._put(source))
 
     def _widen(self, slots: Slots, num_tokens: int) -> Slots:
         """Pads the prefix cache to `num_tokens` prompt tokens."""
@@ -318,17 +319,17 @@ def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array])
 
     One array at a time, so that no second copy of the whole cache exists.
     """
-    for number, array in enumerate(arrays):
-        arrays[number] = jax.device_put(function(array), array.sharding)
+    for i, array in enumerate(arrays):
+        arrays[i] = jax.device_put(function(array), array.sharding)
 
 
 def _gather_waiting(
     requests: Sequence[Request], scheduler: Scheduler
 ) -> tuple[list[WaitingPrompt], Int[np.ndarray, " n"]]:
-    """The prompts of all processes, and the numbers of this process's."""
-    first = scheduler.next_number
-    numbers = np.array([first + request.index for request in requests], int)
+    """The prompts of all processes, and the uids of this process's."""
+    first = scheduler.next_uid
+    uids = np.array([first + request.index for request in requests], int)
     sizes = [(len(r.prompt.tokens), len(r.prompt.patches)) for r in requests]
-    rows = [(n, int(number), k) for number, (n, k) in zip(numbers, sizes, strict=True)]
+    rows = [(n, int(uid), k) for uid, (n, k) in zip(uids, sizes, strict=True)]
     gathered = [row for part in distributed.gather_json(rows) for row in part]
-    return [WaitingPrompt(*row) for row in gathered], numbers
+    return [WaitingPrompt(*row) for row in gathered], uids

@@ -27,7 +27,7 @@ class Request:
     """A prompt to decode."""
 
     # Of the prompt in the step; folded into the prompt's random key, so that samples depend on
-    # neither schedule nor mesh. It also determines the prompt's shard.
+    # neither schedule nor mesh. It also determines the prompt's shard. See `DecodeQueue`.
     index: int
     prompt: TokenizedPrompt
     # Forced tokens at the start of each response; they count towards T.
@@ -41,7 +41,7 @@ class InFlight:
 
     requests: Sequence[Request]  # of this process, in order
     places: Int[np.ndarray, " n"]  # of these among all requests of the call
-    numbers: Int[np.ndarray, " n"]  # of these requests, see `DecodeQueue`
+    uids: Int[np.ndarray, " n"]  # of these requests
     key_data: UInt32[np.ndarray, "n 2"]  # of the random key of each request's step
     rollouts: Rollouts  # of these requests so far, as numpy; embeddings are sums
     scheduler: Scheduler
@@ -62,14 +62,14 @@ class RolloutBuffer:
     def __init__(
         self,
         requests: Sequence[Request],
-        numbers: Int[np.ndarray, " n"],
+        uids: Int[np.ndarray, " n"],
         sizes: Sizes,
         options: DecodeOptions,
         in_flight: InFlight | None,
     ):
-        self.requests, self.numbers = requests, numbers
+        self.requests, self.uids = requests, uids
         self._config, self._sharding = options.config, options.batch_sharding
-        self._place_of = dict(zip(numbers.tolist(), range(len(numbers)), strict=True))
+        self._place_of = dict(zip(uids.tolist(), range(len(uids)), strict=True))
         self._num_forced = np.array([len(request.context) for request in requests], int)
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
         self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
@@ -98,14 +98,14 @@ class RolloutBuffer:
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
         self._num_collected = 0
 
-    def places(self, numbers: Iterable[int]) -> Int[np.ndarray, " n"]:
-        """The place among the requests of each prompt; -1 if it is none of them."""
-        return np.array([self._place_of.get(number, -1) for number in numbers], int)
+    def places(self, uids: Iterable[int]) -> Int[np.ndarray, " n"]:
+        """The place of each prompt among the requests; -1 if it is none of them."""
+        return np.array([self._place_of.get(uid, -1) for uid in uids], int)
 
-    def enqueue(self, sampled: SampledTokens, numbers: Int[np.ndarray, " B"]) -> None:
-        """Queues the tokens of a program that may still run; `numbers` as `Scheduler.numbers`."""
-        rows = sharding.local_rows(len(numbers), self._sharding)
-        self._queued.append((sampled, self.places(numbers.tolist())[rows]))
+    def enqueue(self, sampled: SampledTokens, uids: Int[np.ndarray, " B"]) -> None:
+        """Queues the tokens of a program that may still run; `uids` as `Scheduler.uids`."""
+        rows = sharding.local_rows(len(uids), self._sharding)
+        self._queued.append((sampled, self.places(uids.tolist())[rows]))
 
     def store(self) -> None:
         """Waits for the queued tokens and stores them."""
@@ -130,19 +130,19 @@ class RolloutBuffer:
         """Places of the requests that were just chosen for this step, and their rollouts, if any.
 
         Args:
-            released: (number of the prompt, slot) of the slots that have just become free.
+            released: (uid of the prompt, slot) of the slots that have just become free.
             slots: as `advance` returned them.
         """
-        own = [(self._place_of[n], slot) for n, slot in released if n in self._place_of]
+        own = [(self._place_of[uid], slot) for uid, slot in released if uid in self._place_of]
         if own:
             assert slots is not None  # they were released
-            rows = sharding.local_rows(len(scheduler.numbers), self._sharding)
+            rows = sharding.local_rows(len(scheduler.uids), self._sharding)
             rationale = distributed.fetch(slots.rationale)
             for place, slot in own:  # a prompt's rollouts may be spread over several slots
                 self._rationale[place] += rationale[np.searchsorted(rows, slot)]
         chosen = scheduler.chosen[self._num_collected :]
         self._num_collected = len(scheduler.chosen)
-        done = sorted(self._place_of[n] for n in chosen if n in self._place_of)
+        done = sorted(self._place_of[uid] for uid in chosen if uid in self._place_of)
         for place in done:
             del self._left[place]
         return (done, self._rollouts(done)) if done else None

@@ -121,7 +121,7 @@ def admit(
     key_data: UInt32[Array, "N K"],
     indices: Int[Array, " N"],
     budget: Int[Array, "N G"],
-    chosen: Int[Array, " B"],
+    source: Int[Array, " B"],
     options: DecodeOptions,
 ) -> tuple[Slots, SampledTokens]:
     """Prefills prompts, assigns their slots and samples the first token of each of their rollouts.
@@ -131,7 +131,7 @@ def admit(
         prompts: N prompts, some of which may be padding; P is at most the slots'.
         key_data: of the random key of each prompt's step, into which its index is folded.
         budget: maximum number of tokens that each rollout samples, at least 1.
-        chosen: for each slot, index of its new prompt among the N / num_shards of its shard; -1 for
+        source: for each slot, index of its new prompt among the N / num_shards of its shard; -1 for
             none.
 
     Returns:
@@ -160,12 +160,12 @@ def admit(
         budget=budget,
         first=first.token,
     )
-    end = jnp.where(chosen >= 0, budget.shape[1], slots.end_rollout)
-    slots = occupy(slots, prefix, chosen, jnp.zeros_like(chosen), end, num_shards)
+    end = jnp.where(source >= 0, budget.shape[1], slots.end_rollout)
+    slots = occupy(slots, prefix, source, jnp.zeros_like(source), end, num_shards)
 
     def by_slot(x: Array) -> Array:
-        none = jnp.full((len(chosen), *x.shape[1:]), -1, x.dtype)
-        return take_in_shard(x, none, chosen, num_shards)[..., None]
+        none = jnp.full((len(source), *x.shape[1:]), -1, x.dtype)
+        return take_in_shard(x, none, source, num_shards)[..., None]
 
     return slots, jax.tree.map(by_slot, first)
 
@@ -293,7 +293,7 @@ def visible(slots: Slots) -> tuple[Bool[Array, "B P"], Bool[Array, "B R S"]]:
 def occupy(
     slots: Slots,
     prefix: Prefix,
-    chosen: Int[Array, " B"],
+    source: Int[Array, " B"],
     begin: Int[Array, " B"],
     end: Int[Array, " B"],
     num_shards: int,
@@ -302,12 +302,12 @@ def occupy(
 
     Args:
         prefix: of new prompts, or `slots.prefix` if free slots take over rollouts of others.
-        chosen: for each slot, index in its shard of `prefix` of its new prompt; -1 for none.
-        begin, end: range of rollouts of each slot; `begin` is ignored where `chosen` is -1.
+        source: for each slot, index in its shard of `prefix` of its new prompt; -1 for none.
+        begin, end: range of rollouts of each slot; `begin` is ignored where `source` is -1.
     """
     num_rows, num_rollouts = slots.rollout.shape[1], slots.prefix.first.shape[1]
-    take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)
-    prefix, is_new = jax.tree.map(take, prefix, slots.prefix), chosen >= 0
+    take = functools.partial(take_in_shard, source=source, num_shards=num_shards)
+    prefix, is_new = jax.tree.map(take, prefix, slots.prefix), source >= 0
     taken = begin[:, None] + jnp.arange(num_rows)
 
     def if_new(new: Any, old: Array) -> Array:

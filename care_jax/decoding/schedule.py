@@ -48,19 +48,19 @@ class Sizes:
         """N, the prompts of a prefill; equally many on every shard."""
         return self.num_shards * max(self.num_slots // self.num_shards // _NUM_PREFILLS, 1)
 
-    def shard_of(self, number: Any) -> Any:
-        """The shard that decodes the prompt with this number, or the shards of several."""
-        return number % self.period // (self.period // self.num_shards)
+    def shard_of(self, uid: Any) -> Any:
+        """The shard that decodes the prompt with this uid, or the shards of several."""
+        return uid % self.period // (self.period // self.num_shards)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class WaitingPrompt:
-    """A waiting prompt: tokens, number, image patches."""
+    """A waiting prompt: tokens, uid, image patches."""
 
     num_tokens: int
-    # Its index in the step plus a multiple of the period; differs from those of all other prompts,
-    # of earlier steps too.
-    number: int
+    # Its index in the step plus a multiple of the period; no other prompt has it, of earlier steps
+    # either.
+    uid: int
     num_patches: int
 
 
@@ -142,7 +142,7 @@ class Refill(NamedTuple):
 class Scheduler:
     """The waiting prompts and those in slots, of all processes; identical on each process.
 
-    `chosen` are the numbers of the prompts that are whole and count for this step, in the order in
+    `chosen` are the uids of the prompts that are whole and count for this step, in the order in
     which they became whole; `spare` of those that are whole and count for the next step. A prompt
     that was carried over `max_age` times must be whole for a step to end.
     """
@@ -151,7 +151,7 @@ class Scheduler:
         self._sizes, self._max_age = sizes, max_age
         self._waiting: list[deque[WaitingPrompt]] = [deque() for _ in range(sizes.num_shards)]
         shape = sizes.num_shards, sizes.num_slots // sizes.num_shards
-        self._numbers = np.full(shape, -1)  # of the prompt in each slot, -1 if it is free
+        self._uids = np.full(shape, -1)  # of the prompt in each slot, -1 if it is free
         self._next = np.zeros(shape, int)  # the next rollout that the slot starts
         self._end = np.zeros(shape, int)  # end (exclusive) of the slot's range of rollouts
         self._lost = 0  # as in `Refill`
@@ -159,11 +159,11 @@ class Scheduler:
         self._num_wanted: int | None = None
         self.chosen: list[int] = []
         self.spare: list[int] = []
-        self.next_number = 0  # larger than those of all prompts, and a multiple of the period
+        self.next_uid = 0  # larger than those of all prompts, and a multiple of the period
 
     def grow_older(self) -> None:
         """Counts a step for the prompts that are not whole."""
-        self._age = {number: age + 1 for number, age in self._age.items()}
+        self._age = {uid: age + 1 for uid, age in self._age.items()}
 
     def begin(self, prompts: Sequence[WaitingPrompt], num_wanted: int | None = None) -> None:
         """Begins a step with further prompts, which wait behind those of earlier steps.
@@ -171,32 +171,32 @@ class Scheduler:
         It ends once `num_wanted` prompts are whole, by default all.
         """
         spare, self.spare, self.chosen, self._num_wanted = self.spare, [], [], num_wanted
-        self._age |= {prompt.number: 0 for prompt in prompts}
-        period, last = self._sizes.period, max((p.number for p in prompts), default=-1)
-        self.next_number = max(self.next_number, -(-(last + 1) // period) * period)
+        self._age |= {prompt.uid: 0 for prompt in prompts}
+        period, last = self._sizes.period, max((p.uid for p in prompts), default=-1)
+        self.next_uid = max(self.next_uid, -(-(last + 1) // period) * period)
         for prompt in sorted(prompts):
-            self._waiting[self._sizes.shard_of(prompt.number)].append(prompt)
-        for number in spare:
-            self._choose(number)
+            self._waiting[self._sizes.shard_of(prompt.uid)].append(prompt)
+        for uid in spare:
+            self._choose(uid)
 
     def saved(self) -> dict[str, Any]:
         """The state between two steps, in JSON types; `restore` takes it."""
         return {
-            "indices": self._numbers.tolist(),
+            "indices": self._uids.tolist(),
             "next": self._next.tolist(),
             "end": self._end.tolist(),
             "lost": self._lost,
             "age": list(self._age.items()),
             "spare": self.spare,
-            "next_number": self.next_number,
+            "next_number": self.next_uid,
             "waiting": [[dataclasses.astuple(p) for p in queue] for queue in self._waiting],
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes over the state of another scheduler of these sizes."""
-        names = "indices", "next", "end"  # numbers of the prompts under "indices"
-        self._numbers, self._next, self._end = (np.array(saved[name]) for name in names)
-        self._lost, self.next_number = saved["lost"], saved["next_number"]
+        names = "indices", "next", "end"  # the uids are under "indices"
+        self._uids, self._next, self._end = (np.array(saved[name]) for name in names)
+        self._lost, self.next_uid = saved["lost"], saved["next_number"]
         self._age, self.spare = dict(map(tuple, saved["age"])), list(saved["spare"])
         self._waiting = [deque(WaitingPrompt(*p) for p in queue) for queue in saved["waiting"]]
 
@@ -222,15 +222,15 @@ class Scheduler:
             return 0
         return sum(age >= self._max_age for age in self._age.values())
 
-    def _choose(self, number: int) -> None:
+    def _choose(self, uid: int) -> None:
         """Counts a prompt that is whole, for this step if it has room for it."""
         room = math.inf if self._num_wanted is None else self._num_wanted - self._num_overdue
-        (self.chosen if len(self.chosen) < room else self.spare).append(number)
+        (self.chosen if len(self.chosen) < room else self.spare).append(uid)
 
     @property
-    def numbers(self) -> Int[np.ndarray, " B"]:
-        """Number of the prompt in each slot, -1 in free slots."""
-        return self._numbers.ravel()
+    def uids(self) -> Int[np.ndarray, " B"]:
+        """The uid of the prompt in each slot, -1 in free slots."""
+        return self._uids.ravel()
 
     @property
     def ends(self) -> Int[np.ndarray, " B"]:
@@ -241,14 +241,14 @@ class Scheduler:
     def refill(self) -> Refill:
         """When the next call of `sampler.advance` should return."""
         can_halve = self._can_halve and not any(self._waiting)
-        num_free = self._numbers.size
+        num_free = self._uids.size
         if self._num_wanted is not None:
-            num_free = min((self._numbers < 0).sum() + self._num_missing, num_free)
+            num_free = min((self._uids < 0).sum() + self._num_missing, num_free)
         return Refill(
             np.array([len(queue) for queue in self._waiting], np.int32),
             np.int32(self._num_new_of_shard),
             np.int32(self._prefill_cost),
-            np.int32(self._numbers.shape[1] // 2 if can_halve else -1),
+            np.int32(self._uids.shape[1] // 2 if can_halve else -1),
             np.int32(num_free),
             np.int32(self._lost),
         )
@@ -257,26 +257,26 @@ class Scheduler:
         """Assigns waiting prompts to free slots; None while a prefill is not worth it.
 
         Returns:
-            the N prompts of a prefill, by shard, None for padding; and for each slot the index of
-            its new prompt among the N / num_shards of its shard, -1 for none.
+            the N prompts of a prefill, by shard, None for padding; and for each slot the source of
+            its new prompt, its index among the N / num_shards of the shard, -1 for none.
         """
         waiting = np.array([len(queue) for queue in self._waiting])
         most = np.minimum(waiting, self._num_new_of_shard)
-        num_admitted = np.minimum(most, (self._numbers < 0).sum(1))
+        num_admitted = np.minimum(most, (self._uids < 0).sum(1))
         is_worth = (num_admitted == most).all() or self._lost >= self._prefill_cost
-        if not num_admitted.any() or not (is_worth or (self._numbers < 0).all()):
+        if not num_admitted.any() or not (is_worth or (self._uids < 0).all()):
             return None
         self._lost = 0
         prompts: list[WaitingPrompt | None] = []
-        chosen = np.full(self._numbers.shape, -1, np.int32)
+        source = np.full(self._uids.shape, -1, np.int32)
         for shard, count in enumerate(num_admitted.tolist()):
-            free = np.flatnonzero(self._numbers[shard] < 0)[:count]
-            chosen[shard, free] = np.arange(count)
+            free = np.flatnonzero(self._uids[shard] < 0)[:count]
+            source[shard, free] = np.arange(count)
             taken = [self._waiting[shard].popleft() for _ in free]
             for slot, prompt in zip(free.tolist(), taken, strict=True):
-                self._assign(shard, slot, prompt.number, 0, self._sizes.num_rollouts)
+                self._assign(shard, slot, prompt.uid, 0, self._sizes.num_rollouts)
             prompts += taken + [None] * (self._num_new_of_shard - count)
-        return prompts, chosen.ravel()
+        return prompts, source.ravel()
 
     def share(self) -> Int[np.ndarray, "3 B"] | None:
         """Moves unstarted rollouts from the slots with the most to free slots; None if none move.
@@ -286,11 +286,11 @@ class Scheduler:
             begin: for each such slot, the first rollout that it takes over.
             end: for every slot, the end (exclusive) of its range of rollouts.
         """
-        source, begin = np.full((2, *self._numbers.shape), -1, np.int32)
+        source, begin = np.full((2, *self._uids.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
                 continue
-            for slot in np.flatnonzero(self._numbers[shard] < 0).tolist():
+            for slot in np.flatnonzero(self._uids[shard] < 0).tolist():
                 left = self._end[shard] - self._next[shard]
                 donor = int(left.argmax())
                 if left[donor] < 1:
@@ -300,15 +300,15 @@ class Scheduler:
                 source[shard, slot] = source[shard, donor] if source[shard, donor] >= 0 else donor
                 begin[shard, slot] = end - (left[donor] + 1) // 2
                 self._end[shard, donor] = begin[shard, slot]
-                self._assign(shard, slot, self._numbers[shard, donor], begin[shard, slot], end)
+                self._assign(shard, slot, self._uids[shard, donor], begin[shard, slot], end)
         if (source < 0).all():
             return None
         return np.stack([source.ravel(), begin.ravel(), self.ends]).astype(np.int32)
 
     def halve(self) -> Int[np.ndarray, " half"] | None:
         """Halves the number of slots; returns the index in its shard of each kept slot, or None."""
-        is_free = self._numbers < 0
-        half = self._numbers.shape[1] // 2
+        is_free = self._uids < 0
+        half = self._uids.shape[1] // 2
         if not self._can_halve or any(self._waiting) or ((~is_free).sum(1) > half).any():
             return None
         return self._keep(half)
@@ -318,7 +318,7 @@ class Scheduler:
 
         Each shard keeps as many, in whole eighths, so that few sizes are compiled.
         """
-        num_slots, most = self._numbers.shape[1], int((self._numbers >= 0).sum(1).max())
+        num_slots, most = self._uids.shape[1], int((self._uids >= 0).sum(1).max())
         unit = -(-self._sizes.num_slots // self._sizes.num_shards // _NUM_COMPACTED)
         count = max(-(-most // unit), 1) * unit
         return None if count >= num_slots else self._keep(count)
@@ -328,21 +328,21 @@ class Scheduler:
 
         The index of a new slot is -1.
         """
-        num_shards, before = self._numbers.shape
+        num_shards, before = self._uids.shape
         missing = self._sizes.num_slots // num_shards - before
         if missing <= 0:
             return None
         kept = np.tile(np.arange(before), (num_shards, 1))
-        kept, self._numbers = (
-            np.pad(x, ((0, 0), (0, missing)), constant_values=-1) for x in (kept, self._numbers)
+        kept, self._uids = (
+            np.pad(x, ((0, 0), (0, missing)), constant_values=-1) for x in (kept, self._uids)
         )
         self._next, self._end = (np.pad(x, ((0, 0), (0, missing))) for x in (self._next, self._end))
         return kept.ravel().astype(np.int32)
 
     def _keep(self, count: int) -> Int[np.ndarray, " kept"]:
-        kept = np.argsort(self._numbers < 0, axis=1, kind="stable")[:, :count]
-        self._numbers, self._next, self._end = (
-            np.take_along_axis(x, kept, 1) for x in (self._numbers, self._next, self._end)
+        kept = np.argsort(self._uids < 0, axis=1, kind="stable")[:, :count]
+        self._uids, self._next, self._end = (
+            np.take_along_axis(x, kept, 1) for x in (self._uids, self._next, self._end)
         )
         return kept.ravel().astype(np.int32)
 
@@ -352,28 +352,28 @@ class Scheduler:
         """Frees the slots without rollouts after a call of `sampler.advance`; `lost` is its result.
 
         Returns:
-            (number of the prompt, slot) for each.
+            (uid of the prompt, slot) for each.
         """
         self._lost = int(lost)
         self._next = np.minimum(next_rollout.reshape(self._end.shape), self._end)
-        slots = np.flatnonzero((self.numbers >= 0) & is_free)
-        released = [(int(self.numbers[slot]), int(slot)) for slot in slots]
-        self._numbers.flat[slots] = -1
-        left = self.numbers.tolist()
-        for number in dict.fromkeys(number for number, _ in released if number not in left):
-            del self._age[number]
-            self._choose(number)
+        slots = np.flatnonzero((self.uids >= 0) & is_free)
+        released = [(int(self.uids[slot]), int(slot)) for slot in slots]
+        self._uids.flat[slots] = -1
+        left = self.uids.tolist()
+        for uid in dict.fromkeys(uid for uid, _ in released if uid not in left):
+            del self._age[uid]
+            self._choose(uid)
         return released
 
-    def _assign(self, shard: int, slot: int, number: int, begin: int, end: int) -> None:
-        self._numbers[shard, slot] = number
+    def _assign(self, shard: int, slot: int, uid: int, begin: int, end: int) -> None:
+        self._uids[shard, slot] = uid
         self._next[shard, slot] = min(begin + self._sizes.num_rows, end)
         self._end[shard, slot] = end
 
     @property
     def _can_halve(self) -> bool:
         fewest = self._sizes.num_slots // self._sizes.num_shards * _FEWEST_SLOTS
-        return self._numbers.shape[1] % 2 == 0 and self._numbers.shape[1] // 2 >= fewest
+        return self._uids.shape[1] % 2 == 0 and self._uids.shape[1] // 2 >= fewest
 
     @property
     def _num_new_of_shard(self) -> int:
@@ -384,4 +384,4 @@ class Scheduler:
         """Slot-steps that a prefill of the next prompts costs, as in `Refill`."""
         longest = max((queue[0].num_tokens for queue in self._waiting if queue), default=0)
         num_tokens = self._sizes.num_new * (longest + self._sizes.num_context_tokens)
-        return num_tokens // self._sizes.num_rows + self._numbers.size
+        return num_tokens // self._sizes.num_rows + self._uids.size

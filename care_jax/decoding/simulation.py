@@ -61,7 +61,7 @@ class Simulation:
     def __init__(self, sizes: Sizes, buckets: Sequence[tuple[int, int]], max_age: int = 0):
         self.scheduler = Scheduler(sizes, max_age)
         self._sizes, self._buckets = sizes, buckets
-        self._num_tokens_of: dict[int, int] = {}  # by number of the prompt, context included
+        self._num_tokens_of: dict[int, int] = {}  # by uid of the prompt, context included
         self._lengths: dict[int, Int[np.ndarray, " G"]] = {}
         self._num_prompt_tokens = 0  # P
         # Steps left of each row's rollout, 0 if it is idle; tokens of the rollout in the row's
@@ -81,11 +81,11 @@ class Simulation:
 
         Args:
             prompts: of this step; those left over by the last one go on.
-            lengths: by number of the prompt, tokens that each of its rollouts samples, at least 1.
+            lengths: by uid of the prompt, tokens that each of its rollouts samples, at least 1.
             num_wanted: prompts that must be whole at the end; None: all.
         """
         sizes, scheduler = self._sizes, self.scheduler
-        self._num_tokens_of |= {p.number: p.num_tokens + sizes.num_context_tokens for p in prompts}
+        self._num_tokens_of |= {p.uid: p.num_tokens + sizes.num_context_tokens for p in prompts}
         self._lengths |= lengths
         scheduler.begin(prompts, num_wanted)
         self._move(scheduler.widen())
@@ -93,14 +93,14 @@ class Simulation:
         while not scheduler.is_over:
             num_tokens = 0
             while (admission := scheduler.admit()) is not None:
-                new, chosen = admission
+                new, source = admission
                 size = sizes_of(new).max(0)
                 tokens, patches = next(b for b in self._buckets if (size <= b).all())
                 prefills.append((tokens + sizes.num_context_tokens, patches))
                 largest = self._buckets[-1][0] + sizes.num_context_tokens
                 needed = prefills[-1][0]
                 self._num_prompt_tokens = widened(self._num_prompt_tokens, needed, largest)
-                for slot in np.flatnonzero(chosen >= 0).tolist():
+                for slot in np.flatnonzero(source >= 0).tolist():
                     self._occupy(slot, 0)
                     num_tokens += sizes.num_rollouts
             if (shares := scheduler.share()) is not None:
@@ -157,13 +157,13 @@ class Simulation:
         """Prefill samples the first token; reading it takes a step even if it is the last."""
         rollout = self._next_rollout[slot]
         if rollout < self.scheduler.ends[slot]:
-            steps = int(self._lengths[int(self.scheduler.numbers[slot])][rollout]) - 1
+            steps = int(self._lengths[int(self.scheduler.uids[slot])][rollout]) - 1
             self._left[slot, row], self._samples[slot, row] = max(steps, 1), steps > 0
         self._next_rollout[slot] += 1
 
     def _occupy(self, slot: int, begin: int) -> None:
         self._left[slot], self._read[slot], self._next_rollout[slot] = 0, 0, begin
-        self._prefix[slot] = self._num_tokens_of[int(self.scheduler.numbers[slot])]
+        self._prefix[slot] = self._num_tokens_of[int(self.scheduler.uids[slot])]
         for row in range(self._sizes.num_rows):
             self._take_next(slot, row)
 
@@ -171,14 +171,17 @@ class Simulation:
         """Keeps slots, each named by its index in its shard; -1 is a new one."""
         if kept is None:
             return
-        num_shards, names = self._sizes.num_shards, ("left", "read", "samples")
-        kept = kept.reshape(num_shards, -1)
-        for name in (*names, "next_rollout", "prefix"):
-            x = getattr(self, f"_{name}")
-            x = x.reshape(num_shards, -1, *x.shape[1:])
-            found = np.stack([shard[i] for shard, i in zip(x, kept, strict=True)])
-            found[kept < 0] = 0
-            setattr(self, f"_{name}", found.reshape(-1, *found.shape[2:]))
+        by_shard = kept.reshape(self._sizes.num_shards, -1)
+
+        def moved(x: np.ndarray) -> np.ndarray:
+            shards = x.reshape(len(by_shard), -1, *x.shape[1:])
+            found = np.stack([shard[i] for shard, i in zip(shards, by_shard, strict=True)])
+            found[by_shard < 0] = 0
+            return found.reshape(-1, *x.shape[1:])
+
+        self._left, self._read = moved(self._left), moved(self._read)
+        self._samples, self._prefix = moved(self._samples), moved(self._prefix)
+        self._next_rollout = moved(self._next_rollout)
 
 
 def simulate(

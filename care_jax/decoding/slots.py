@@ -143,7 +143,7 @@ def keep_slots(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
     return found.reshape(-1, *x.shape[1:])
 
 
-def take_in_shard(new: Array, old: Array, chosen: Int[Array, " B"], num_shards: int) -> Array:
-    """Row b is row chosen[b] of b's shard of `new`, or row b of `old` if chosen[b] is negative."""
-    found = keep_slots(new, jnp.maximum(chosen, 0), num_shards)
-    return jnp.where(jnp.expand_dims(chosen >= 0, range(1, old.ndim)), found, old)
+def take_in_shard(new: Array, old: Array, source: Int[Array, " B"], num_shards: int) -> Array:
+    """Row b is row source[b] of b's shard of `new`, or row b of `old` if source[b] is negative."""
+    found = keep_slots(new, jnp.maximum(source, 0), num_shards)
+    return jnp.where(jnp.expand_dims(source >= 0, range(1, old.ndim)), found, old)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from care_jax.batch import HostOrDevice, ImitationBatch, TrainBatch
 from care_jax.devices import sharding
@@ -121,28 +121,23 @@ def train_step(
         correction_weight, correction=objective.correction, cap=objective.correction_cap
     )
 
-    def correction_of(batch: TrainBatch) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
-        old_logp, drawn_logp, is_compared = batch.old_logp, batch.drawn_logp, batch.is_compared
-        assert drawn_logp is not None  # `rl.update_batch` fills it in
-        log_ratio = jnp.where(is_compared, old_logp - drawn_logp, 0.0)
+    def log_ratio(logp, old_logp, mask, branch):
         if objective.has_sequence_ratio:
-            drawn = old_logp, drawn_logp, is_compared, batch.rows.branch
-            log_ratio = jax.vmap(sequence_log_ratio)(*drawn)
-        return jax.vmap(weights)(log_ratio)
+            return jax.vmap(sequence_log_ratio)(logp, old_logp, mask, branch)
+        return jnp.where(mask, logp - old_logp, 0.0)
 
     def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Any]:
         routes = batch.routes if objective.replays_routes else None
         scored, entropy, chosen = score_rows(params, batch.rows, config, options, routes)
         # The ratio of other tokens (prompts, forced tokens, padding) is 1.
         logp = jnp.where(batch.is_trained, scored, batch.old_logp)
-        log_ratio = logp - batch.old_logp
-        if objective.has_sequence_ratio:
-            sampled = logp, batch.old_logp, batch.is_trained, batch.rows.branch
-            log_ratio = jax.vmap(sequence_log_ratio)(*sampled)
-        moved = log_ratio, jnp.zeros_like(log_ratio), batch.token_advantage
+        log_rho = log_ratio(logp, batch.old_logp, batch.is_trained, batch.rows.branch)
+        moved = log_rho, jnp.zeros_like(log_rho), batch.token_advantage
         terms = batch.row_weight * surrogate(*moved)
         if objective.correction != "none":
-            weight, is_capped = correction_of(batch)
+            assert batch.drawn_logp is not None  # `rl.update_batch` fills it in
+            drawn = batch.old_logp, batch.drawn_logp, batch.is_compared, batch.rows.branch
+            weight, is_capped = jax.vmap(weights)(log_ratio(*drawn))
             terms *= weight
         loss = -terms.sum() / total_weight
         if beta:

@@ -83,7 +83,7 @@ def save(programs: RolloutPrograms, carried: CarriedOver | None) -> InFlightSave
         return None
     groups, flight = carried.groups, carried.in_flight
     assert groups.position is not None  # of the prompts of a run
-    named = flight.numbers, groups.position, groups.index, flight.key_data
+    named = flight.uids, groups.position, groups.index, flight.key_data
     rows = [list(row) for row in zip(*(array.tolist() for array in named), strict=True)]
     prompts = distributed.gather_json(rows)
     most = max(len(part) for part in prompts)
@@ -131,9 +131,9 @@ def restored(
         )
     scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
     scheduler.restore(description["scheduler"])
-    numbers, position, index, key_data = map(np.array, zip(*description["prompts"], strict=True))
+    uids, position, index, key_data = map(np.array, zip(*description["prompts"], strict=True))
     sizes, text = queue.sizes, run.policy.config.text
-    shape = len(numbers), sizes.num_rollouts, sizes.max_tokens
+    shape = len(uids), sizes.num_rollouts, sizes.max_tokens
     dtypes = {"tokens": np.int32, "is_valid": bool, "logp": np.float32, "age": np.int8}
     if not queue.programs.options.is_drawn_by_softmax:
         dtypes["drawn_logp"] = np.float32
@@ -157,7 +157,7 @@ def restored(
         slots = jax.tree.unflatten(jax.tree.structure(slots), arrays.pop("slots"))
         slots = queue.put_aside(slots)
     own = sharding.local_rows(sizes.period, run.decode_batch_sharding)
-    is_own = np.isin(numbers % sizes.period, own)
+    is_own = np.isin(uids % sizes.period, own)
     found = {name: np.asarray(array.addressable_data(0))[is_own] for name, array in arrays.items()}
     groups = asked(index[is_own], *batches.at(position[is_own]), position[is_own])
     rollouts = Rollouts(
@@ -168,7 +168,7 @@ def restored(
     requests = [Request(*pair) for pair in zip(groups.index.tolist(), groups.prompts, strict=True)]
     places = np.arange(len(requests))
     key_data = key_data[is_own].astype(np.uint32)
-    flight = InFlight(requests, places, numbers[is_own], key_data, rollouts, scheduler, slots)
+    flight = InFlight(requests, places, uids[is_own], key_data, rollouts, scheduler, slots)
     return CarriedOver(groups, flight)
 
 

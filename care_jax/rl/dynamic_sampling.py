@@ -39,7 +39,7 @@ def draw_groups(
     index: Int[np.ndarray, " B"],
     verifier: Verifier,
     carried: CarriedOver | None = None,
-) -> list[Groups]:
+) -> tuple[list[Groups], CarriedOver | None]:
     """The rollout batches of a step: one, or with DAPO as many as fill it with mixed groups.
 
     Draw t of step s uses batch s + t·2^24 of the stream and the random key of that number, which no
@@ -50,7 +50,11 @@ def draw_groups(
         first: the step, and the examples and tokenised prompts of its first draw.
         index: of this process's prompts in a batch.
         carried: see `roll_out`; each draw carries over to the next.
+
+    Returns:
+        the batches, and what the last one carries over.
     """
+    carried = carried and carried.copy()  # the caller's, if the step is broken off
 
     def draw(number: int, examples: list[Example], prompts: list[TokenizedPrompt]) -> Groups:
         rng = streams.key_of(run.config.seed, number)
@@ -62,7 +66,7 @@ def draw_groups(
     while len(draws) < run.objective.max_tries and is_judged(draws) and not is_full(draws):
         number = first[0] + len(draws) * _MOST_STEPS
         draws.append(draw(number, *batches.batch(number)))
-    return draws
+    return draws, carried
 
 
 def is_full(draws: Sequence[Groups]) -> bool:

@@ -143,7 +143,7 @@ def put_scored(
         return
     found, logps = [], []
     for batch, plan in packed:
-        jax.block_until_ready(logps[-2:-1])
+        jax.block_until_ready(logps[-2:-1])  # their batch is then freed
         placed = put(batch, plan)
         found.append((batch, plan))
         logps.append({})

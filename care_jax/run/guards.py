@@ -210,11 +210,11 @@ class SkippedUpdates:
         self._in_a_row = self._count = 0
 
     def applied(
-        self, step: int, metrics: Mapping[str, Any], batch_of: Callable[[int], UpdateBatch]
+        self, step: int, metrics: Mapping[str, Any], batch: Callable[[], UpdateBatch]
     ) -> dict[str, float]:
         """The metrics of an update that was applied; {} if it was skipped.
 
-        `metrics` are on the host; `batch_of` gives the `UpdateBatch` of a step.
+        `metrics` are on the host; `batch` gives the update's.
 
         Raises:
             FloatingPointError: a broken update was not skipped, or too many in a row were.
@@ -223,7 +223,7 @@ class SkippedUpdates:
         is_broken = not all(map(math.isfinite, scalars.values()))
         if is_broken and self._skips(scalars):
             return {}
-        advice = self._advice_on(step, metrics, *batch_of(step)) if is_broken else ""
+        advice = self._advice_on(step, metrics, *batch()) if is_broken else ""
         check_finite(step, self._stage, scalars, advice)
         self._in_a_row = 0
         return scalars

@@ -53,7 +53,7 @@ def open_stage(
     state: TrainState,
     nll: Callable[[Params, Any], Any],
     evaluate: Evaluate | None = None,
-    remake: Callable[[int], UpdateBatch] | None = None,
+    rebuild: Callable[[int], UpdateBatch] | None = None,
 ) -> Iterator[Stage]:
     """Begins a stage, or resumes it from its last checkpoint; evaluates it if due.
 
@@ -63,7 +63,7 @@ def open_stage(
             before it restores others.
         nll: (params, batch) -> mean of -log π over the batch's responses, for `guards`.
         evaluate: gives the metrics of weights; not called if the stage's eval_every is 0.
-        remake: rebuilds the batch of an earlier step; needed if `read` follows several updates.
+        rebuild: gives the batch of an earlier step again; needed if `read` follows several updates.
 
     Raises:
         distributed.Preempted: the run was preempted; the current state is saved.
@@ -82,7 +82,7 @@ def open_stage(
             in_flight = restored.in_flight
             del restored
         run.metrics.begin(name, start)
-        stage = Stage(run, name, checkpoints, state, nll, evaluate, remake, start, in_flight)
+        stage = Stage(run, name, checkpoints, state, nll, evaluate, rebuild, start, in_flight)
         del state
         stage.begin(metadata)
         try:
@@ -111,7 +111,7 @@ class Stage:
     state: TrainState
     nll: Callable[[Params, Any], Any]
     evaluate: Evaluate | None
-    remake: Callable[[int], UpdateBatch] | None
+    rebuild: Callable[[int], UpdateBatch] | None
     start: int
     in_flight: dict[str, Any] | None = None  # of the restored checkpoint, see `Restored`
     saved_beside: Callable[[], InFlightSave | None] = lambda: None
@@ -123,7 +123,7 @@ class Stage:
         self._updates = SkippedUpdates(self.run, self.name, self.state.params, self._check.advice)
         self._pace = Pace(self._num_steps)
         self._timed = time.perf_counter(), self.start  # time and first step of the next line
-        # Steps, metrics on the devices, and their batches unless `remake` rebuilds them.
+        # Steps, metrics on the devices, and their batches unless `rebuild` gives them.
         self._unread: list[tuple[int, Any, UpdateBatch | None]] = []
         self._unfinished: Callable[[], None] | None = None  # finishes the last step
         self._last: tuple[int, UpdateBatch] | None = None  # the last step, and its batch
@@ -168,13 +168,13 @@ class Stage:
             loaded_programs.drop_if_many()
             yield step, examples, prompts
 
-    def updated(self, step: int, metrics: Any, made_of: UpdateBatch) -> None:
+    def updated(self, step: int, metrics: Any, batch: UpdateBatch) -> None:
         """Records an update applied to `state`; its metrics stay on the devices until `read`.
 
-        `made_of` are this process's rows on the host, and their examples.
+        `batch` has this process's rows on the host, and their examples.
         """
-        self._last = step, made_of
-        self._unread.append((step, metrics, None if self.remake else made_of))
+        self._last = step, batch
+        self._unread.append((step, metrics, None if self.rebuild else batch))
 
     def not_updated(self, step: int) -> None:
         """Records an update without a response, which must not be applied.
@@ -191,22 +191,19 @@ class Stage:
         stop = max(len(self._unread) - num_left, 0)
         unread, self._unread = self._unread[:stop], self._unread[stop:]
 
-        def read(step: int, metrics: Any, made_of: UpdateBatch | None) -> dict[str, float]:
+        def read(step: int, metrics: Any, batch: UpdateBatch | None) -> dict[str, float]:
             if metrics is None:
                 return {}
-
-            def batch_of(step: int) -> UpdateBatch:
-                return made_of or self._made_of(step)
-
-            return self._updates.applied(step, jax.device_get(metrics), batch_of)
+            metrics = jax.device_get(metrics)
+            return self._updates.applied(step, metrics, lambda: batch or self._batch_of(step))
 
         return [read(*update) for update in unread]
 
-    def _made_of(self, step: int) -> UpdateBatch:
+    def _batch_of(self, step: int) -> UpdateBatch:
         """The rows and examples of a step's update, rebuilt if it was not the last."""
-        assert self._last is not None and self.remake is not None
-        last, made_of = self._last
-        return made_of if step == last else self.remake(step)
+        assert self._last is not None and self.rebuild is not None
+        last, batch = self._last
+        return batch if step == last else self.rebuild(step)
 
     def is_logged(self, step: int) -> bool:
         """Whether the step has a line on the console."""

@@ -90,17 +90,16 @@ def train(
         stage.saved_beside = lambda: carry_over.save(rollout, carried)
         for step, questions, prompts in stage.steps(batches):
             log.begin(step)
-            going_on = carried and carried.copy()
             decode_params = programs.to_decode_layout(stage.state.params)
             clock.watch(decode_params)
             first = step, questions, prompts
             show_part("prefill")
-            draws = draw_groups(
-                run, rollout, decode_params, batches, first, index, verifier, going_on
+            draws, left = draw_groups(
+                run, rollout, decode_params, batches, first, index, verifier, carried
             )
             del decode_params  # frees memory for the update
-            log.rolled_out(step)
-            carried = going_on  # from here on the step is not broken off; frees the old slots
+            log.rolled_out(step)  # may break off the step; what the last one left is then saved
+            carried = left
 
             groups = assign_credit(run, programs, choose_mixed(draws))
             everyone = gather_groups(groups)

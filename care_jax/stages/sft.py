@@ -69,11 +69,11 @@ def train(
         left_out=run.metrics.counter("sft", "left_out"),
     )
 
-    def remake(step):
+    def rebuild(step):
         examples, prompts = batches.batch(step)
         return packed_batch(run, index, examples, prompts)[0], examples
 
-    with open_stage(run, "sft", state, nll, evaluate, remake) as stage:
+    with open_stage(run, "sft", state, nll, evaluate, rebuild) as stage:
         del state  # the stage holds it, or has restored another
         report = Report(run.workdir, **run.config.report)
 

@@ -48,10 +48,10 @@ def admitted(scheduler):
     """Admits all prompts that can be now; returns their (slot, index)."""
     found = []
     while (admission := scheduler.admit()) is not None:
-        prompts, chosen = admission
-        slots = np.flatnonzero(chosen >= 0).tolist()
-        given = [prompt.number for prompt in prompts if prompt is not None]
-        assert scheduler.numbers[slots].tolist() == given
+        prompts, source = admission
+        slots = np.flatnonzero(source >= 0).tolist()
+        given = [prompt.uid for prompt in prompts if prompt is not None]
+        assert scheduler.uids[slots].tolist() == given
         found += zip(slots, given, strict=True)
     return found
 
@@ -59,7 +59,7 @@ def admitted(scheduler):
 def test_the_shortest_prompts_are_admitted_first_and_all_slots_are_taken():
     scheduler = begun(waiting(20), sizes())
     lengths = sorted(waiting(20))
-    assert [index for _, index in admitted(scheduler)] == [prompt.number for prompt in lengths[:8]]
+    assert [index for _, index in admitted(scheduler)] == [prompt.uid for prompt in lengths[:8]]
     assert scheduler.admit() is None and not scheduler.is_over
 
 
@@ -146,12 +146,12 @@ def test_free_slots_take_over_what_was_not_begun():
     assert num_idle(scheduler, [False, False, True, True], 7) == (0, 2)
     source, begin, end = scheduler.share().tolist()
     assert source == [-1, -1, 0, 1] and begin[2:] == [5, 5] and end == [5, 5, 9, 9]
-    assert scheduler.numbers.tolist() == [scheduler.numbers[0], scheduler.numbers[1]] * 2
+    assert scheduler.uids.tolist() == [scheduler.uids[0], scheduler.uids[1]] * 2
     assert scheduler.share() is None
     assert int(scheduler.refill.num_free) == 4  # two prompts are left, in all four slots
     # The first slot is done; of the others the last has begun none beyond its two.
     released = scheduler.release(np.arange(4) == 0, np.array([5, 5, 8, 7]), 0)
-    assert released == [(scheduler.numbers[2], 0)]
+    assert released == [(scheduler.uids[2], 0)]
     source, begin, end = scheduler.share().tolist()
     assert source == [3, -1, -1, -1] and begin[0] == 8 and end == [9, 5, 9, 8]
 
@@ -160,10 +160,10 @@ def test_a_slot_takes_over_from_one_that_holds_its_prompt_already():
     """Eleven more slots than prompts, of one row: new slots give up rollouts at once."""
     scheduler = begun(waiting(5), sizes(16, num_rows=1, num_rollouts=7))
     admitted(scheduler)
-    before = scheduler.numbers.copy()
+    before = scheduler.uids.copy()
     source, *_ = scheduler.share()
     assert (source[5:] >= 0).all() and (source[source >= 0] < 5).all()
-    assert scheduler.numbers[5:].tolist() == before[source[5:]].tolist()
+    assert scheduler.uids[5:].tolist() == before[source[5:]].tolist()
 
 
 def test_no_rollouts_are_shared_while_prompts_wait():
@@ -177,7 +177,7 @@ def test_rollouts_are_shared_inside_a_shard():
     prompts = [WaitingPrompt(10, index, 4) for index in (0, 1, 8)]  # two of the first shard's
     scheduler = begun(prompts, sizes(8, num_rollouts=9, num_shards=2))
     admitted(scheduler)
-    source, indices = scheduler.share()[0].reshape(2, 4), scheduler.numbers.reshape(2, 4)
+    source, indices = scheduler.share()[0].reshape(2, 4), scheduler.uids.reshape(2, 4)
     assert (source[0, 2:] >= 0).all() and (source[1, 1:] >= 0).all()
     assert set(indices[0]) == {0, 1} and set(indices[1]) == {8}
 
@@ -188,10 +188,10 @@ def test_half_of_the_slots_go_when_they_are_free_in_each_shard():
     release(scheduler, np.arange(16) % 8 < 4)
     kept = scheduler.halve()
     assert kept.tolist() == [4, 5, 6, 7] * 2
-    assert (scheduler.numbers >= 0).all() and len(scheduler.numbers) == 8
+    assert (scheduler.uids >= 0).all() and len(scheduler.uids) == 8
     release(scheduler, [False, True, True, True, False, False, True, True])
     assert scheduler.halve().tolist() == [0, 1] * 2
-    assert scheduler.numbers[0] >= 0 and scheduler.numbers[1] < 0
+    assert scheduler.uids[0] >= 0 and scheduler.uids[1] < 0
     release(scheduler, [False, False, True, True])
     assert scheduler.halve() is None  # a quarter of all stays
 
@@ -229,7 +229,7 @@ def test_shared_rollouts_are_each_decoded_once():
 def test_a_call_ends_when_prompts_can_be_admitted():
     lengths = [[30] * 4] * 11
     for prompt in sorted(waiting(11))[:8]:
-        lengths[prompt.number] = [20] * 4
+        lengths[prompt.uid] = [20] * 4
     schedule = steps_of(lengths, num_rows=4)
     assert [call.num_steps for call in schedule.calls] == [19, 29]
     assert [call.num_slots for call in schedule.calls] == [8, 4]
@@ -295,7 +295,7 @@ def test_idle_rows_and_free_slots_attend_to_nothing_and_a_shared_slot_to_its_cop
 
 def whole(scheduler, *indices):
     """Ends all rollouts of some prompts in slots."""
-    slots = np.isin(scheduler.numbers, indices)
+    slots = np.isin(scheduler.uids, indices)
     scheduler.release(slots, np.full(len(slots), 4), 0)
 
 
@@ -313,7 +313,7 @@ def test_a_step_ends_once_enough_prompts_are_whole_and_the_next_goes_on():
     scheduler.begin([WaitingPrompt(9, 16, 4)], num_wanted=2)
     assert scheduler.chosen == [spare] and not scheduler.is_over
     admitted(scheduler)
-    assert sorted(i for i in scheduler.numbers if i >= 0) == [2, 3, 16]
+    assert sorted(i for i in scheduler.uids if i >= 0) == [2, 3, 16]
     whole(scheduler, 16)
     assert scheduler.is_over and scheduler.has_prompts
     scheduler.begin([])
@@ -345,20 +345,20 @@ def test_slots_between_two_steps_are_as_few_as_hold_the_prompts():
     scheduler.begin(waiting(8), num_wanted=3)
     admitted(scheduler)
     whole(scheduler, 0, 1, 2, 4, 5)
-    before = scheduler.numbers.copy()
+    before = scheduler.uids.copy()
     kept = scheduler.compact()
     assert kept.shape == (4,)  # two of each shard, one of the first is free
     moved = before.reshape(2, 4)[[[0], [1]], kept.reshape(2, 2)].ravel()
-    assert scheduler.numbers.tolist() == moved.tolist()
+    assert scheduler.uids.tolist() == moved.tolist()
     assert {3, 6, 7} == {index for index in moved if index >= 0}
     restored = Scheduler(scheduler._sizes, max_age=1)
     restored.restore(json.loads(json.dumps(scheduler.saved())))
     for each in scheduler, restored:
         widened = each.widen()
         assert widened.reshape(2, 4).tolist() == [[0, 1, -1, -1]] * 2
-        assert each.numbers[widened >= 0].tolist() == moved.tolist()
-        assert (each.numbers[widened < 0] == -1).all() and each.widen() is None
-        each.begin([WaitingPrompt(9, each.next_number, 4)], num_wanted=3)
+        assert each.uids[widened >= 0].tolist() == moved.tolist()
+        assert (each.uids[widened < 0] == -1).all() and each.widen() is None
+        each.begin([WaitingPrompt(9, each.next_uid, 4)], num_wanted=3)
         assert each.chosen == scheduler.chosen and len(each.chosen) == 2
         assert [index for _, index in admitted(each)] == [8]
 
