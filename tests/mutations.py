@@ -287,7 +287,7 @@ MUTATIONS = (
     ),
     *_of(
         "care_jax/stages/rl.py", "carried_over_test.py",
-        ("            carried = left\n", "            _ = left\n",
+        ("carried = left", "_ = left",
          "an update has the slots of two steps in memory"),
     ),
     *_of(
