@@ -106,13 +106,13 @@ class DuplicateIndex:
 def _answer_key(example: Example) -> str:
     answer = notation.clean(answer_text(example.answer))
     choices = [notation.clean(choice) for choice in example.choices]
-    keys = [notation.key(choice) for choice in choices]
-    if choices and notation.key(answer) not in keys:
+    keys = [notation.caseless_key(choice) for choice in choices]
+    if choices and notation.caseless_key(answer) not in keys:
         letter = options.choice_letter(answer, len(choices))
         answer = choices[ord(letter) - ord("A")] if letter else answer
     number = quantities.read_number(answer)
     if number is None:
-        return notation.key(answer)
+        return notation.caseless_key(answer)
     return f"{number.value}{'%' * number.is_percent} {number.unit}"
 
 

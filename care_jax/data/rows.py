@@ -25,6 +25,7 @@ from PIL import Image
 
 from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
+from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation, options
 from models.release import folder as release_folder
 
@@ -41,7 +42,7 @@ OUTSIDE = "image path outside the images folder, which needs images_outside"
 LONE_SURROGATE = "a lone surrogate in the text, which UTF-8 cannot encode"
 AnyFolder = pathlib.Path | zipfile.Path
 _LETTERS = string.ascii_uppercase
-_PLACEHOLDER = re.compile(r"<image(\d*)>")
+_PLACEHOLDER = re.compile(r"<image ?(\d*)>")
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_PATH = 4_096  # characters
@@ -350,16 +351,23 @@ def _choices(value: Any) -> tuple[str, ...]:
         raise Unusable("choices are not a list of texts and numbers", _shown(value))
     if len(value) > len(_LETTERS):
         raise Unusable("more than 26 choices")
-    return tuple(
+    texts = tuple(
         choice.strip() if isinstance(choice, str) else _number_text(choice, "a choice")
         for choice in value
     )
+    labels = [options.label(text) for text in texts]
+    is_labelled = all(labels[i][0] == _LETTERS[i] for i in range(len(labels)))
+    return tuple(rest for _, rest in labels) if is_labelled else texts
 
 
 def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:
-    keys = [notation.key(notation.clean(choice)) for choice in choices]
-    answer = notation.clean(answer)
-    return notation.key(answer) in keys or bool(options.choice_letter(answer, len(choices)))
+    cleaned = notation.clean(answer)
+    if options.choice_letter(cleaned, len(choices)) or options.choice_letters(
+        cleaned, len(choices)
+    ):
+        return True
+    outcomes = (answers.compare(answer, choice) for choice in choices)
+    return any(isinstance(each, str) and answers.is_equal(each) for each in outcomes)
 
 
 def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage], bool]:
@@ -370,7 +378,7 @@ def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage],
     if not any(numbers) and len(numbers) == len(images):
         return question, images, False
     if len(images) == 1 and all(numbers):
-        head, _, tail = question.partition(f"<image{numbers[0]}>")
+        head, _, tail = _PLACEHOLDER.split(question, maxsplit=1)
         return f"{head}<image>" + _PLACEHOLDER.sub(r"(picture \1)", tail), images, False
     is_short = all(0 < len(number) <= _MAX_DIGITS for number in numbers)
     if not is_short or sorted(map(int, numbers)) != list(range(1, len(images) + 1)):

@@ -34,8 +34,9 @@ _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 _MAX_UNITS = 8  # at the end of an answer
 
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
-_NUMBERED = re.compile(r"(?:\(\d\) ?)+")
+_STATEMENT_NUMBERS = re.compile(r"(?:\(\d\) ?)+")
 _TWO_LETTERS = re.compile(r"[a-zA-Z]{2}")
+_VECTOR = re.compile(r"\\(?:vec|hat|overrightarrow)(?![a-z])[^=,]*\\times(?![a-z])")
 _DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
 
 
@@ -127,7 +128,7 @@ def _clean_choices(choices: tuple[str, ...]) -> _Choices:
     mentions = [(free_text.fold_words(text), i) for i, text in enumerate(texts)]
     mentions = [each for each in mentions if len(each[0]) > 1 or each[0].isdigit()]
     mentions.sort(key=lambda each: -len(each[0]))
-    return _Choices(texts, [notation.cased_key(text) for text in texts], mentions)
+    return _Choices(texts, [notation.key(text) for text in texts], mentions)
 
 
 class _Choices(NamedTuple):
@@ -140,7 +141,7 @@ class _Choices(NamedTuple):
 
 def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
     """The options that a text names, by their letters and texts; empty for any other text."""
-    for known, name in ((choices.texts, text), (choices.keys, notation.cased_key(text))):
+    for known, name in ((choices.texts, text), (choices.keys, notation.key(text))):
         if known.count(name) == 1:  # options may differ in case alone
             return {known.index(name)}
     num_choices = len(choices.texts)
@@ -151,11 +152,9 @@ def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
     label, rest = options.label(text)
     named = set()
     if label and (own := options.LETTERS.index(label)) < num_choices:
-        if notation.cased_key(rest) == choices.keys[own]:
+        if notation.key(rest) == choices.keys[own]:
             return {own}
-        if quantities.read_number(rest):
-            numbers = (text if quantities.read_number(text) else "" for text in choices.texts)
-            named = _fitting_options(rest, numbers, same)
+        named = _fitting_options(rest, choices.texts, same)  # its text may be another option's
         if own in named:
             return {own}
     # The texts of other options spoil a letter: `A or 15`.
@@ -223,19 +222,21 @@ def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Compari
         if (body, gold_body) == (prediction, gold):
             break
         prediction, gold = body, gold_body
-    return _ask(prediction, gold, limits)
+    return _for_algebra(prediction, gold, limits)
 
 
-def _ask(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
+def _for_algebra(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
     """The comparison for computer algebra, or the outcome if none is needed."""
     if not _are_mathematics(prediction, gold):
         return "different: other words"
     if any(clock and clock.is_certain for clock in map(joined.read_clock, (prediction, gold))):
         return "different: another time"
-    if refusal := formulas.refusal(prediction, gold):
+    if refusal := formulas.refusal(notation.split_assignment(prediction)[1], gold):
         return f"refused: {refusal}"
-    if all(map(_NUMBERED.fullmatch, (prediction, gold))):
+    if all(map(_STATEMENT_NUMBERS.fullmatch, (prediction, gold))):
         return "different: other numbers"  # `(1)(3)` names two statements
+    if "\\times" in prediction and _VECTOR.search(gold):
+        return "different: another product of vectors"  # for computer algebra it commutes
     if regions := _certain(relations.read_region, prediction, gold):
         prediction, gold = (region.latex() for region in regions)
     elif pair := matrices.read_pair(prediction, gold):
@@ -305,7 +306,7 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     if numbers[0] and numbers[1]:
         return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
     # After numbers, as mW is not MW. The unit of a number may be KW.
-    key = notation.key if any(numbers) and _TWO_LETTERS.search(gold) else notation.cased_key
+    key = notation.caseless_key if any(numbers) and _TWO_LETTERS.search(gold) else notation.key
     if key(prediction) == key(gold):
         return True, "text"
     compounds = joined.read_compound(prediction), joined.read_compound(gold)
@@ -341,13 +342,15 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
         return None if "\\pm" in prediction + gold else False, "number of values"
     if (is_same := formulas.same_figure(prediction, gold)) is not None:
         return is_same, "figure"
+    if "=" not in prediction + gold and (is_same := joined.same_numeral(*texts)) is not None:
+        return is_same, "numeral"
     (name, value), (gold_name, gold_value) = (
         ("", text) if items else notation.split_assignment(text)
         for text, items in zip(texts, lists, strict=True)
     )
-    is_other = name and gold_name and notation.cased_key(name) != notation.cased_key(gold_name)
+    is_other = name and gold_name and notation.key(name) != notation.key(gold_name)
     if is_other and not formulas.same_figure(name, gold_name):
-        sides = [notation.cased_key(side) for side in (name, value, gold_value, gold_name)]
+        sides = [notation.key(side) for side in (name, value, gold_value, gold_name)]
         return sides[:2] == sides[2:], "variable"  # `AB = CD` is `CD = AB`
     # `x = value` is compared by its value; an equation on either side is left undecided.
     is_equation = ("=" in prediction and not name) or ("=" in gold and not gold_name)
@@ -360,12 +363,12 @@ def _compare_regions(
     prediction: relations.Region, gold: relations.Region, limits: _Limits
 ) -> bool | None:
     names = prediction.variable, gold.variable
-    if all(names) and notation.cased_key(names[0]) != notation.cased_key(names[1]):
+    if all(names) and notation.key(names[0]) != notation.key(names[1]):
         return False
 
     def same_bound(one: str, other: str) -> bool | None:
         if "\\infty" in one + other:
-            return notation.cased_key(one) == notation.cased_key(other)
+            return notation.key(one) == notation.key(other)
         return _compare_values(one, other, limits)
 
     def same(one: relations.Interval, other: relations.Interval) -> bool | None:
@@ -390,7 +393,7 @@ def _compare_lists(
     is_unordered = {brackets, gold_brackets} <= {"", "{}"} and is_named == is_gold_named
     if is_unordered and "{}" in (brackets, gold_brackets):
         items, gold_items = (  # a set has each of its members once
-            list({notation.cased_key(item): item for item in given}.values())
+            list({notation.key(item): item for item in given}.values())
             for given in (items, gold_items)
         )
     if brackets != gold_brackets and {brackets, gold_brackets} & {"[)", "(]"}:
@@ -400,6 +403,7 @@ def _compare_lists(
         is_open = any("\\pm" in item or item.startswith("(") for item in items + gold_items)
         return None if is_open else False
     if is_unordered:
+        items, gold_items = _roots(items, gold_items) or (items, gold_items)
         return _pair_off(
             [[_compare_values(item, other, limits) for item in items] for other in gold_items]
         )
@@ -407,6 +411,16 @@ def _compare_lists(
         return False
     pairs = zip(items, gold_items, strict=True)
     return _all(_compare_values(one, other, limits) for one, other in pairs)
+
+
+def _roots(*lists: list[str]) -> tuple[list[str], ...] | None:
+    """The values of one variable, if `x = 1, x = 3` is compared with `x_1 = 1, x_2 = 3`."""
+    pairs = [[notation.split_assignment(item) for item in items] for items in lists]
+    names = [{notation.key(name) for name, _ in each} for each in pairs]
+    is_one = len({notation.variable(name) for each in pairs for name, _ in each}) == 1
+    if not is_one or names[0] == names[1] or "" in names[0] | names[1]:
+        return None
+    return tuple([value for _, value in each] for each in pairs)
 
 
 def _names_differ(items: list[str]) -> bool:

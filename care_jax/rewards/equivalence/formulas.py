@@ -8,6 +8,7 @@ nothing; every scan is linear in the length of the text.
 from __future__ import annotations
 
 import re
+import zlib
 
 from care_jax.rewards.equivalence import notation
 
@@ -51,6 +52,9 @@ _PLAIN_NAME = re.compile(
     rf"(?<![\\a-zA-Z])([a-zA-Z]{{0,2}}?)({'|'.join(_FUNCTIONS)})(?=[xyz]?(?![a-zA-Z]))"
 )
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")
+# 1 3/4 before a symbol is a sum, and in 1/2 x the symbol is no part of the denominator.
+_MIXED = re.compile(r"(?<![\w.^}\]])(\d+) ?\\frac\{(\d{1,9})\}\{(\d{1,9})\}")
+_SLASH = re.compile(r"(?<![\w.)}\]])(\d+)/(\d+)(?= ?(?:[a-zA-Z]|\\(?!times|cdot|div)))")
 _ROOT_OF_BRACKET = re.compile(r"(\\sqrt(?:\[\w\])?) ?\(")
 _CAPITAL_I = re.compile(r"\\[a-zA-Z]+|(I)")
 _INDEXED = re.compile(r"\\[a-zA-Z]+|(?<![\^_])([a-zA-Z])(\d+)(?![\d.])")
@@ -61,8 +65,14 @@ _ANGLE = re.compile(
     r"(\d+(?:\.\d+)?|\\?[a-zA-Z]+|\([^()]*\)|\\frac\{[^{}]*\}\{[^{}]*\}) ?(?:degrees?|deg)(?![a-z])"
 )
 
+# The parser would differentiate, and every rate is 0 for it.
+_DERIVATIVE = re.compile(
+    r"\\frac\{ ?(?:d|\\partial)(?: ?\^ ?\{?\d\}?)? ?(?:\\?[a-zA-Z]+)? ?\}"
+    r"\{ ?(?:d|\\partial) ?\\?[a-zA-Z]+(?: ?\^ ?\{?\d\}?)? ?\}"
+)
 _EXPENSIVE = re.compile(
-    r"!(?!=)|\\(?:sum|int|oint|prod|lim|binom|dbinom|tbinom|choose)(?![a-z])|factorial|binomial"
+    r"!(?!=)|\\(?:sum|int|oint|prod|lim|binom|dbinom|tbinom|choose)(?![a-z])|factorial|binomial|"
+    + _DERIVATIVE.pattern
 )
 _EXPONENT = re.compile(r"(?:\^|\*\*) ?(?:\{([^{}]*)(\{)?|\(([^()]*)(\()?|(\d+|.))")
 # Factorials and binomials small enough to compute.
@@ -123,11 +133,22 @@ def as_latex(text: str) -> str:
     )
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)
+    text = _DERIVATIVE.sub(
+        lambda m: f"D_{{{zlib.crc32(m.group().replace(' ', '').encode())}}}", text
+    )
+    text = _SLASH.sub(r"\\frac{\1}{\2}", text)
+    text = _MIXED.sub(_mixed_number, text).replace("\\lg", "\\log_{10}")
     if _TRIGONOMETRIC.search(text):  # degrees are the unit of its argument
         text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text)
     if "," not in text:
         text = _BRACKETS_SIDE_BY_SIDE.sub(r"\1 \\cdot ", text)
     return text
+
+
+def _mixed_number(match: re.Match) -> str:
+    """`1\\frac{3}{4}` as a sum; an improper fraction is a factor."""
+    whole, top, bottom = match.groups()
+    return f"({whole}+\\frac{{{top}}}{{{bottom}}})" if int(top) < int(bottom) else match.group()
 
 
 def _brace_roots(text: str) -> str:

@@ -24,10 +24,16 @@ _PHRASE = re.compile(
 _FORMULA = re.compile(
     r"\$\$[^$]+\$\$|\$[^$]+\$|\\\((?:[^\\\n]|\\[^()\n])*\\\)|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
 )
+# Mathematics without delimiters: 5√3, 2x + 1, 2.5 × 10^3, x > 3.
+_NUMERAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+_POWER = r"(?:[²³°]|\^\{?-?\w{1,8}\}?)?"
+_ROOT = rf"(?:√ ?(?:{_NUMERAL}|\w)|\\sqrt ?(?:\{{[^{{}}]*\}}|\d)|π|\\pi(?![a-z])){_POWER}"
+_FACTOR = rf"(?:{_ROOT}|(?:[a-z](?![a-zA-Z])|\([^()\s]{{1,30}}\)){_POWER})"
+_PRODUCT = rf"(?:{_NUMERAL}{_POWER}|{_ROOT}|[a-z](?=\^){_POWER}){_FACTOR}*"
 _VALUE = re.compile(
     _FORMULA.pattern + r"|\\[dt]?frac ?\{[^{}]*\} ?\{[^{}]*\}"
-    r"|(?<![a-zA-Z0-9.])[-−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
-    r"(?:/\d+(?:\.\d+)?)?(?: ?\\?%)?"
+    rf"|(?<![a-zA-Z0-9.])(?:[a-zA-Z] ?[<>≤≥] ?)?[-−]?{_PRODUCT}(?: ?[×·*/+−-] ?{_PRODUCT})*"
+    r"(?: ?\\?%| (?:thousand|million|billion|trillion)(?![a-zA-Z]))?"
 )
 _TAIL = 8000  # characters at the end of a text that are searched for its answer
 _NEAR = 15  # at most this many characters between "the answer is" and the answer

@@ -127,3 +127,25 @@ def same_joined(one: str, other: str) -> bool | None:
             for value, other_value in zip(values, other_values, strict=True)
         )
     return values == other_values
+
+
+_BASE = re.compile(r"\d_ ?\{? ?\(?\d")
+_BASED = re.compile(r"(\d+)_ ?\{? ?\(?(\d+)\)? ?\}?")
+
+
+def same_numeral(one: str, other: str) -> bool | None:
+    """Whether two numerals are the same in one base, such as `101_2`; None if none has a base.
+
+    A numeral without a base is taken to be in the other's.
+    """
+    if not (_BASE.search(one) or _BASE.search(other)):
+        return None
+    found = (_BASED.fullmatch(text) for text in (one, other))
+    numerals, bases = zip(
+        *(
+            match.groups() if match else (text, "")
+            for match, text in zip(found, (one, other), strict=True)
+        ),
+        strict=True,
+    )
+    return numerals[0] == numerals[1] and (bases[0] == bases[1] or "" in bases)

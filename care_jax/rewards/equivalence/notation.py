@@ -27,6 +27,8 @@ _SYMBOLS = {
     "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°": "^\\circ ", "∠": "\\angle ",
     "θ": "\\theta ", "。": ". ", "，": ", ", "、": ", ", "：": ":", "；": "; ", "⩽": "\\le ",
     "⩾": "\\ge ", "⋅": "\\cdot ", "º": "^\\circ ", "˚": "^\\circ ", "△": "\\triangle ",
+    "∶": ":", "‑": "-", "∥": "\\parallel ", "⊥": "\\perp ", "∽": "\\sim ", "≌": "\\cong ",
+    "⊙": "\\odot ", "∘": "^\\circ ", "或": " or ", "和": " and ", "且": " and ",
     "√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "′": "'", "″": "''", "‘": "'", "’": "'",
 }  # fmt: skip
 _TRANSLATION = {ord(key): value for key, value in _SYMBOLS.items()}
@@ -36,6 +38,7 @@ _SUBSCRIPTS = re.compile("[\u2080-\u209c\u1d62-\u1d6aⱼ]+")
 _ROOT_SIGN = re.compile(r"([√∛∜]) ?(\d+(?:\.\d+)?|\w)")
 _TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox)"
 _FONT_NAMES = r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath|operatorname)"
+_BOLD = r"\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}"
 _TEXT = re.compile(rf"({_TEXT_NAMES}|{_FONT_NAMES})\*? ?\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 # Numerals before and after a text command that would join a numeral at its start or end.
 _NUMERAL_BEFORE = re.compile(
@@ -46,11 +49,28 @@ _NUMERAL_AFTER = re.compile(
     rf"[ }}]*(?:[\d.,/^+*-]|\\(?:times|cdot)(?![a-z])|{_TEXT_NAMES} ?\{{ ?[\d.,/])"
 )
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
+# Around a box: delimiters, what separates it from other values, and what is part of its value.
+_DELIMITER = re.compile(r"\$+|\\[()\[\]]|\*\*|\\left(?![a-z])|\\right(?![a-z])")
+_SEPARATOR = re.compile(
+    r"[=:;,.<>&。，]|\\\\|\\(?:approx|equiv|implies|Rightarrow|therefore|to|leq?|geq?|lt|gt|end)(?![a-z])"
+)
+_OPERATION = r"\\(?:pm|mp|times|cdot|div|sqrt|frac|pi|sin|cos|tan|log|ln|circ)(?![a-z])"
+_BEFORE_BOX = re.compile(
+    rf"(?:[+*/^_({{\[]|\S ?-|{_OPERATION}) ?$|[-\d)}}]$"
+    r"|(?<![a-zA-Z])(?:not|no|nor|n't|neither|either) ?$|\S (?:or|and) ?$"
+)
+_AFTER_BOX = re.compile(
+    rf"[\w)}}\](]| ?(?:[-+*/](?! |[a-zA-Z]{{2}}|$)|[+*/] ?[\d\\]|[\^_!]|\\?%|{_OPERATION}"
+    r"|(?:or|and|nor)(?![a-zA-Z]))"
+)
+_PROSE_BEFORE = re.compile(r"^.*(?<![\\a-zA-Z])[a-zA-Z]{2,}(?![a-zA-Z{]) ?")
+_PROSE_AFTER = re.compile(r" (?!or |and |nor )[a-zA-Z]{3,}.*")
 _BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 _INDEX = re.compile(r"(?<=[a-zA-Z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
 _PREFIX = re.compile(
-    r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: ?:)? | ?:(?: :)? ?))?",
+    r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: ?:)? | ?:(?: :)? ?)"
+    r"|【答案】|(?:答案?|解) ?[:：] ?)?",
     re.IGNORECASE,
 )
 # Decorations before and after an answer.
@@ -66,7 +86,8 @@ _QUOTES = {'"': '"', "'": "'", "“": "”", "`": "`", "*": "*", "_": "_", "«":
 _PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end alone is a prime
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
-    r"(?!.*(?:pi|pct|per ?cent|answer|ans))[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
+    r"(?!.*(?:pi|pct|per ?cent|answer|ans|out of))"
+    r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
 )
 
@@ -87,6 +108,13 @@ def _unwrap_text(match: re.Match) -> str:
     return f' "{content}" ' if is_joined else f" {content} "
 
 
+def _list_of_system(match: re.Match) -> str:
+    """The equations of a system as a list; anything else in braces stays."""
+    rows = [row.strip(" ,;") for row in match.group(2).split("\\\\")]
+    is_system = all(row.count("=") == 1 and not set(row) & set(",;&<>") for row in rows if row)
+    return ", ".join(filter(None, rows)) if is_system else match.group()
+
+
 # (pattern, replacement) of `clean`, in this order.
 _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\{,\}|, ?\\! ?", ","),
@@ -98,6 +126,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\?\$(?!\.?\d)", ""),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
+    (rf"{_BOLD} ?\\times ?{_BOLD}", r"\\vec{\1} \\times \\vec{\2}"),
     (_TEXT.pattern, _unwrap_text),
     (_TEXT.pattern, _unwrap_text),  # \text can be nested
     (  # switches of font and size, colours and phantoms
@@ -114,12 +143,15 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"\\frac ?(\d|\{[^{}]*\}) ?(\d|\{[^{}]*\})", _brace_fraction),
     (r"\\sqrt ?(\d|\\frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
-    (r"_\{(\w)\}(?!\w)", r"_\1"),
+    (r"([_^])\{(\w)\}(?!\w)", r"\1\2"),
+    (r"\\var(?=(?:epsilon|phi|theta|rho)(?![a-z]))", r"\\"),
+    (r"\\begin ?\{(cases|aligned)\}(.*?)\\end ?\{\1\}", _list_of_system),
     (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])", " degrees "),
     (r"\\?%|(?<![a-zA-Z])(?:per ?cent(?:age points?)?|pct)(?![a-zA-Z])", "%"),
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     (r"\\varnothing", r"\\emptyset"),
+    (r"(?<=\d) out of (?=\d)", "/"),
     (r"\^ ?\{?((?: ?\\prime(?![a-zA-Z]))+) ?\}?", lambda match: "'" * match.group().count("prime")),
 )
 
@@ -152,11 +184,16 @@ def _rewrite_unicode(text: str) -> str:
     """The text with signs, scripts, roots and fractions in LaTeX, and no control characters."""
     text = _SUBSCRIPTS.sub(r"_{\g<0>}", _SUPERSCRIPTS.sub(r"^{\g<0>}", text))
     text = _ROOT_SIGN.sub(r"\1{\2}", text).translate(_TRANSLATION)
-    # A vulgar fraction after a digit is a mixed number: 5½ is "5 1/2", not "51/2".
-    text = "".join(f" {c}" if unicodedata.numeric(c, 0) % 1 else c for c in text)
+    text = "".join(map(_written_out, text))
     # NFKC makes signs, such as the degree in ℃ and the minus in a superscript.
     text = unicodedata.normalize("NFKC", text).replace("⁄", "/").translate(_TRANSLATION)
     return "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
+
+
+def _written_out(c: str) -> str:
+    """A vulgar fraction in LaTeX, as 5½ is not 51/2; any other character as it is."""
+    top, slash, bottom = unicodedata.normalize("NFKC", c).partition("⁄")
+    return f"\\frac{{{top}}}{{{bottom}}}" if slash and bottom else c
 
 
 def _truncated(text: str) -> str:
@@ -192,14 +229,35 @@ def _unbox(text: str) -> str:
     if not found:
         return text.replace("\\boxed", "").replace("\\fbox", "")
     contents = [found[-1][2]]
-    for (_, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
+    start = found[-1][0]
+    for (first, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
         gap = _TEXT.sub(r" \1 ", text[end:begin]) if begin - end <= 80 else ". "
         if free_text.SENTENCE_END.search(gap) or len(free_text.PLAIN_WORD.findall(gap)) > 4:
             break
         contents.append(content)
-    inner = ", ".join(reversed(contents))
+        start = first
+    inner = _with_outside(text[:start], ", ".join(reversed(contents)), text[found[-1][1] :])
     # A box around a box is the same as the inner one.
     return _unbox(inner) if _BOX.match(inner) and len(inner) <= MAX_CHARS else inner
+
+
+def _with_outside(before: str, inner: str, after: str) -> str:
+    """The content of a box with what belongs to it outside: a sign, factor, unit or `not`."""
+    before, after = (
+        _TEXT.sub(r" \2 ", _DELIMITER.sub("", part)) for part in (before[-200:], after[:200])
+    )
+    before = _SEPARATOR.split(before)[-1]
+    is_value = _BEFORE_BOX.search(before), _AFTER_BOX.match(after)
+    after = _SEPARATOR.split(after)[0].rstrip()
+    if not any(is_value):
+        is_unit = quantities.split_unit(f"1 {after.strip()}")[0] == "1"
+        return f"{inner} {after.strip()}" if is_unit else inner
+    if not free_text.NEGATION.search(before) and not free_text.HEDGE.search(before):
+        before = _PROSE_BEFORE.sub("", before)
+    before = before if is_value[0] else ""
+    after = _PROSE_AFTER.sub("", after) if is_value[1] else ""
+    is_sum = re.search(r"\S ?[-+,]", inner) is not None
+    return f"{before}({inner}){after}" if is_sum else f"{before}{inner}{after}"
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, str]]:
@@ -222,13 +280,16 @@ def closing(text: str, start: int, opening: str = "{") -> int:
     return -1
 
 
+def caseless_key(text: str) -> str:
+    """`key` without the case of symbols."""
+    return key(text.casefold())
+
+
 def key(text: str) -> str:
-    """Comparison key: no case, spaces, dollar signs, outer quotes, brackets around a character."""
-    return cased_key(text.casefold())
+    """Comparison key: no spaces, dollar signs, outer quotes, brackets around a character.
 
-
-def cased_key(text: str) -> str:
-    """`key` with the case of symbols: that of words alone is folded."""
+    The case of symbols is kept, that of words is not.
+    """
     # A space between two digits is kept: it separates two numbers.
     text = _LOOSE_SPACE.sub("", free_text.fold_words(text).replace("$", ""))
     while len(text) > 2 and text[0] + text[-1] in _PAIRS:
@@ -244,9 +305,12 @@ _SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
 _NEXT_NAME = re.compile(r" ?(?:\\\\| ) ?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?$")
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _MARKED = re.compile(r"([^\s'])('+|\^ ?(?:T(?![a-zA-Z])|\\top|\{ ?(?:T|\\top) ?\}))")
+_POINT = re.compile(r"([A-Z](?:'|_\w)?) ?(\((?=[^()]*\d)[^()]*,[^()]*\))")
+_OPERATOR = re.compile(r"[\w)}] ?(?:[-+*/^(]|\\(?:times|cdot|div|sqrt|pi)(?![a-z]))")
+_CONSTANT = re.compile(r"\\(?:times|cdot|div|sqrt|frac|pi)(?![a-z])|degrees")
 _ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
 # The numbers of `\\angle 1`, `\\cos 60` and `R2` are part of a name.
-_NUMBERED = re.compile(
+_NUMBER_IN_NAME = re.compile(
     r"(angle|sin|cos|tan|cot|sec|csc|log|ln|lg) ?\{?\d+(?:\.\d+)?\}?|(?<=[a-zA-Z])\d+"
 )
 _PUNCTUATION = re.compile(r"\\[{}]|[()\[\]{},;]")
@@ -261,8 +325,11 @@ def has_relation(text: str) -> bool:
 def split_assignment(text: str) -> tuple[str, str]:
     """(name, value) of `name = ... = value`; ("", text) if the left side is not a name.
 
-    In `exact \\approx rounded` the value is the exact side, or the rounded one if that is absent.
+    In `exact \\approx rounded` the value is the exact side, or the rounded one if that is absent. A
+    point, `P(1, 2)`, is named like an assignment, and so is the last side of a computation.
     """
+    if point := _POINT.fullmatch(text):
+        return point.group(1), point.group(2)
     if "=" not in text and "\\approx" not in text:
         return "", text.strip()
     exact, _, rounded = text.partition("\\approx")
@@ -275,7 +342,16 @@ def split_assignment(text: str) -> tuple[str, str]:
     if has_relation(text) or len(parts) == 1:
         return "", parts[0] if len(parts) == 1 else text
     is_chain = all(_continues(part, parts[-1]) for part in parts[1:-1])
+    if all(map(_is_computation, parts[:-1])):
+        return parts[0], parts[-1]
     return (parts[0], parts[-1]) if is_chain and _is_name(name) else ("", text)
+
+
+def _is_computation(text: str) -> bool:
+    """Whether a text combines numbers, as `180 - 45`: the side after it is its value."""
+    return _OPERATOR.search(text) is not None and not re.search(
+        r"[a-zA-Z]", _CONSTANT.sub("", text)
+    )
 
 
 def _continues(part: str, value: str) -> bool:
@@ -300,11 +376,11 @@ def marked(text: str) -> list[tuple[str, str]]:
 
 def variable(name: str) -> str:
     """The key of a name without its indices."""
-    return cased_key(_SUBSCRIPT.sub("", name))
+    return key(_SUBSCRIPT.sub("", name))
 
 
 def _is_name(text: str) -> bool:
-    text = _NUMBERED.sub(r"\1", _ARGUMENT.sub("", text))
+    text = _NUMBER_IN_NAME.sub(r"\1", _ARGUMENT.sub("", text))
     return (
         0 < len(text) <= 40
         and any(c.isalpha() for c in text)

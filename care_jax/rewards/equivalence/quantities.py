@@ -30,23 +30,28 @@ _PARTS = {  # without the plural s
     "sixteenth": 16, "twentieth": 20, "hundredth": 100,
     **{f"{scale}th": size for scale, size in _SCALES.items()},
 }  # fmt: skip
+_SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
 _SHORT_SCALES = {"k": 10**3, "m": 10**6, "mn": 10**6, "b": 10**9, "bn": 10**9}
 _SHORT_SCALE = re.compile(r" ?(mn|bn|[kmb])(?![a-z])\s*", re.IGNORECASE)
 _SCALE = re.compile(rf"(?:({'|'.join(_SCALES)})|({'|'.join(_PARTS)}))s?(?![a-zA-Z])\s*")
 _UNITS = {
-    "degrees": "degrees degree deg", "cm": "cm centimeter centimeters centimetre centimetres",
-    "m": "m meter meters metre metres", "mm": "mm millimeter millimeters",
-    "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",
+    "degrees": "degrees degree deg 度",
+    "cm": "cm centimeter centimeters centimetre centimetres 厘米", "dm": "dm 分米",
+    "m": "m meter meters metre metres 米", "mm": "mm millimeter millimeters 毫米",
+    "μm": "μm micrometer micrometers", "nm": "nm nanometer nanometers",
+    "km": "km kilometer kilometers kilometre kilometres 公里", "in": "in inch inches",
     "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-    "kg": "kg kilogram kilograms", "Mg": "Mg", "g": "g gram grams", "mg": "mg milligram milligrams",
+    "kg": "kg kilogram kilograms 公斤", "Mg": "Mg", "g": "g gram grams 克",
+    "mg": "mg milligram milligrams 毫克",
     "lb": "lb lbs pound pounds",
-    "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours",
-    "day": "day days", "week": "week weeks",
-    "l": "L l liter liters litre litres", "ml": "mL ml", "oz": "oz ounce ounces",
+    "ms": "ms millisecond milliseconds", "s": "s sec secs second seconds 秒",
+    "min": "min mins minute minutes 分钟", "h": "h hr hrs hour hours 小时",
+    "day": "day days 天", "week": "week weeks",
+    "l": "L l liter liters litre litres 升", "ml": "mL ml 毫升", "oz": "oz ounce ounces",
     "": "unit units",
     "square": "square sq", "cubic": "cubic", "per": "per", "mi per h": "mph",
     "$": "$ US$ USD dollar dollars", "cents": "¢ cent cents", "€": "€ EUR euro euros",
-    "£": "£ GBP", "¥": "¥ CNY RMB", "Rs": "₹ Rs Rs. INR rupee rupees",
+    "£": "£ GBP", "¥": "¥ CNY RMB 元", "Rs": "₹ Rs Rs. INR rupee rupees",
     "C": "C celsius", "F": "F fahrenheit", "K": "K kelvin kelvins",
     "KB": "KB", "MB": "MB", "GB": "GB", "TB": "TB", "'": "'", '"': '" \'\'',
 }  # fmt: skip
@@ -64,11 +69,11 @@ _LOWER_UNIT_NAMES = {alias.lower(): name for alias, name in _UNIT_NAMES.items()}
 _CURRENCIES = ("$", "€", "£", "¥", "Rs")
 # The size of each unit, in the smallest unit of its group.
 _SIZES_OF_UNITS = (
-    {"mm": 1, "cm": 10, "m": 1000, "km": 10**6},
+    {"nm": 1, "μm": 10**3, "mm": 10**6, "cm": 10**7, "dm": 10**8, "m": 10**9, "km": 10**12},
     {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
     {"oz": 1, "lb": 16},
     {"mg": 1, "g": 1000, "kg": 10**6, "Mg": 10**9},
-    {"s": 1, "min": 60, "h": 3600, "day": 86400, "week": 604800},
+    {"ms": 1, "s": 10**3, "min": 60_000, "h": 3_600_000, "day": 86_400_000, "week": 604_800_000},
     {"ml": 1, "l": 1000},
     *({f"{prefix}{unit}": size for prefix, size in _PREFIXES.items()} for unit in _PREFIXED),
     {"cents": 1, "$": 100},
@@ -82,10 +87,11 @@ _SIZES_OF_UNITS = (
 _SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "kwh", "cal", "rad", "psi",
                 "rpm", "bpm", "fps", "kph", "bit", "bits", "byte", "yuan", "euro", "yen", "rmb",
                 "gal", "cups", "pcs", "ppm", "ton", "tons", "atm", "kcal", "mmhg")  # fmt: skip
-# Plurals, short units, words after a unit, and words of other alphabets.
+# Plurals, short units, words after a unit, and what is counted in Chinese.
 _COUNTED = re.compile(
-    rf"[a-z]+[^isu]s|{'|'.join(_SHORT_UNITS)}|people|men|women|children|feet|teeth|mice"
-    r"|geese|oxen|dice|radii|fish|sheep|aircraft|old|long|wide|high|tall|deep|each|total|.*[^\x00-\x7f].*"
+    rf"[a-z]+[a-hj-rtv-z]s|{'|'.join(_SHORT_UNITS)}|people|men|women|children|feet|teeth|mice"
+    r"|geese|oxen|dice|radii|fish|sheep|aircraft|old|long|wide|high|tall|deep|each|total"
+    r"|[个人次名只条张本页棵辆台件块岁年月分角吨支枝种组队箱袋瓶杯]"
 )
 # Words after a number that change or retract it.
 _NOT_UNITS = frozenset({
@@ -100,7 +106,7 @@ _NOT_UNITS = frozenset({
 })  # fmt: skip
 # Number words: 7 quadrillion, 3 tens, 4 thousandish.
 _VAGUE = re.compile(
-    rf".*ish|.*illions?|(?:hundred|dozen|{'|'.join(_SCALES)}).*|fort(?:y|ies|ieths?)|(?:one|two|"
+    rf".*ish|.*illi?[oó]n(?:s|es)?|(?:hundred|dozen|{'|'.join(_SCALES)}).*|fort(?:y|ies|ieths?)|(?:one|two|"
     r"three|thir|four|five|fif|six|seven|eight?|nine?|ten|eleven|twelve|twelf|twen)"
     r"(?:s|ths?|teen(?:s|ths?)?|t(?:y|ies|ieths?))?"
 )
@@ -110,8 +116,10 @@ _ATTACHED = {*_SHORT_UNITS, *(alias for alias, name in _UNIT_NAMES.items()
 _PRODUCT = re.compile(
     rf"(?!(?:{'|'.join(map(re.escape, _ATTACHED))})$)(?:[a-z]{{3,4}}|[A-Z]{{1,4}})"
 )
-_UNIT_NOTATION = ((" ^", "^"), ("/", " per "), (".", " "), ("\\cdot", " "), ("\\Omega", "Ω"),
-                  ("\\mu ", "μ"), (" squared", "^2"), (" cubed", "^3"))  # fmt: skip
+_INVERSE = re.compile(r"([^\W\d_]+) ?\^ ?\{? ?-(\d) ?\}?")
+_UNIT_NOTATION = ((" ^", "^"), ("^1", ""), ("/", " per "), (".", " "), ("\\cdot", " "), ("(", ""),
+                  (")", ""), ("\\Omega", "Ω"), ("\\mu ", "μ"), (" squared", "^2"),
+                  (" cubed", "^3"), ("平方", "square "), ("立方", "cubic "))  # fmt: skip
 _UNIT_WORD = re.compile(
     r"([^\W\d_]+|[$€£¥₹¢\"]|'{1,2})(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$"
 )
@@ -212,6 +220,7 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
     """
     if text.startswith("\\cdot"):  # a product
         return None
+    text = _INVERSE.sub(r" per \1^\2", text)
     for written, plain in _UNIT_NOTATION:
         text = text.replace(written, plain)
     names: list[str] = []

@@ -166,6 +166,10 @@ def test_only_undecided_mathematics_becomes_a_question():
         "\\int x dx",
         "\\sum_k k",
         "(" * 20 + ")" * 20,
+        "\\frac{dy}{dx}",  # a rate is 0 for computer algebra
+        "\\frac{d}{dx}(x^3)",
+        "4\\pi r^2\\frac{dr}{dt}",
+        "\\frac{\\partial f}{\\partial x}",
     ],
 )
 def test_what_only_exhausts_a_machine_is_refused(prediction):

@@ -134,6 +134,30 @@ def test_a_figure_is_an_option_by_its_corners():
     assert compare("\\angle BAC", "A", choices=angles) == "different"
 
 
+@pytest.mark.parametrize(
+    ("texts", "text"),
+    [
+        (("x > 2", "x < 2"), "x<2"),
+        (("(1, 2)", "(2, 1)"), "(2,1)"),
+        (("y = 2x + 1", "y = 2x - 1"), "y=2x-1"),
+        (("$x^2+1$", "$x^2-1$"), "x^{2}-1"),
+        (("3:00", "4:00"), "4 o'clock"),
+        (("Manet", "Monet"), "Monet"),
+        (("平行", "垂直"), "垂直"),
+    ],
+)
+def test_a_letter_with_the_text_of_another_option_is_in_doubt(texts, text):
+    for joint in (". ", ".", "．", ") "):
+        assert compare(f"B{joint}{text}", "B", choices=texts) == "equal"
+        assert compare(f"A{joint}{text}", "A", choices=texts) == "different"
+
+
+def test_what_stands_beside_a_box_is_part_of_it():
+    assert compare("\\boxed{5} cm", "5 cm", units_matter=True) == "equal"
+    assert compare("\\boxed{5}\\text{ cm}", "5 cm", units_matter=True) == "equal"
+    assert compare("\\boxed{B} or C", "B", choices=("1", "2", "3")) == "different"
+
+
 def test_options_that_differ_in_case_alone_are_told_apart():
     genotypes = ("AA", "Aa", "aa")
     for index, text in enumerate(genotypes):

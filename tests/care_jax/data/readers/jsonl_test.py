@@ -118,6 +118,22 @@ def test_row_becomes_an_example(write):
     assert example.extra == {}
 
 
+def test_options_with_their_own_letters_are_shown_once(write):
+    labelled = {"options": ["A. 30", "(B) 45"], "answer": "B"}
+    (_, example), _ = load(write(GOOD, GOOD | labelled | {"id": "b"}))
+    assert example.choices == ("30", "45") and example.question.endswith("(A) 30\n(B) 45")
+
+
+@pytest.mark.parametrize(
+    ("answer", "options"),
+    [("AC", ["1", "2", "3"]), ("A and C", ["1", "2", "3"]), ("45", ["$45^\\circ$", "30"]),
+     ("0.5", ["1/2", "2"]), ("5", ["5 cm", "6 cm"])],
+)  # fmt: skip
+def test_an_answer_that_the_verifier_can_judge_names_a_choice(write, answer, options):
+    examples, skipped = load(write(GOOD, GOOD | {"id": "b", "options": options, "answer": answer}))
+    assert [example.id for example in examples] == ["a", "b"] and not skipped
+
+
 @pytest.mark.parametrize("image", [None, "", [], [None], {"path": ""}])
 def test_a_row_without_an_image_is_a_question_in_text(write, image):
     (example,), skipped = load(write(b"", GOOD | {"image": image}))
@@ -268,6 +284,7 @@ def test_images_from_python_may_be_open_or_bytes(write):
         ("Which?", ["ok.png", "two.jpg"], "<image><image>Which?", (0, 1)),
         ("Which?", [], "Which?", ()),
         ("<image2> or <image1>?", ["ok.png", "two.jpg"], "<image> or <image>?", (1, 0)),
+        ("<image 1> or <image 2>?", ["ok.png", "two.jpg"], "<image> or <image>?", (0, 1)),
         ("<image1> to <image2>?", ["ok.png"], "<image> to (picture 2)?", (0,)),
     ],
 )

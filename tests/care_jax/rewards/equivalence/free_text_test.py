@@ -19,5 +19,9 @@ def test_free_text_settles_on_its_last_answer():
         assert final_answer(f"It has 7, we find {joined}") == joined
     assert final_answer("The answer is x = 2 or x = 3.") == "2 or x = 3"
     assert final_answer("The answer is 5 and that is all.") == "5"
+    for formula in ("√3", "5√3", "12π", "12\\pi", "x^2 + 1", "2x + 1", "2.5 × 10^3", "4\\sqrt{2}",
+                    "60° and 120°", "x > 3", "5 million", "-√2", "3/4√2"):  # fmt: skip
+        assert final_answer(f"It has 7. The answer is {formula}.") == formula
+        assert final_answer(f"It has 7, we find {formula}") == formula
     # A formula within a line does not go over it, and its numbers are no answers.
     assert final_answer("Answer \\( \n 9 \n \\)") == "Answer \\( \n 9 \n \\)"

@@ -10,9 +10,11 @@ from care_jax.rewards.equivalence.notation import (
     clean,
     closing,
     has_relation,
-    key,
     split_assignment,
     split_list,
+)
+from care_jax.rewards.equivalence.notation import (
+    caseless_key as key_of,
 )
 from care_jax.rewards.equivalence.options import choice_letter
 
@@ -27,13 +29,13 @@ quickly = settings(deadline=None, derandomize=True, max_examples=100)
         ("$\\frac12$", "\\frac{1}{2}"),
         ("\\(\\dfrac{1}{ 2 }\\)", "\\frac{1}{2}"),
         ("\x0crac{1}{2}", "\\frac{1}{2}"),
-        ("5½", "5 1/2"),
+        ("5½", "5\\frac{1}{2}"),
         ("１２", "12"),
         ("−5", "-5"),
         ("2√10", "2\\sqrt{10}"),
-        ("x²", "x^{2}"),
+        ("x²", "x^2"),
         ("10⁻³", "10^{-3}"),
-        ("x₁²", "x_1^{2}"),
+        ("x₁²", "x_1^2"),
         ("aₙ₊₁", "a_{n+1}"),
         ("log₂8", "log_{2}8"),
         ("√(x+1)", "\\sqrt(x+1)"),
@@ -122,15 +124,15 @@ def test_a_brace_is_closed_behind_everything_that_opens_inside_it(one, other, re
 
 
 def test_keys_forget_case_quotes_and_spaces_but_those_between_numbers():
-    assert key("'Red Hat'") == key("redhat") == key("“RED hat”")
-    assert key("x'") != key("x") and key('5"') != key("5'")
-    assert key("(a)") == key("[A]") == "a"
-    assert key("(ab)") == "(ab)"
-    assert key("x + 1") == key("x+1")
-    assert key("1 2") != key("12")
-    assert key("x_1") == key("x_{1}") == key("x1") and key("CO_2") == key("CO2")
-    assert key("x_{12}") == key("x12") != key("x_12")
-    assert key("101_2") != key("1012") and key("log_2x") != key("log2x")
+    assert key_of("'Red Hat'") == key_of("redhat") == key_of("“RED hat”")
+    assert key_of("x'") != key_of("x") and key_of('5"') != key_of("5'")
+    assert key_of("(a)") == key_of("[A]") == "a"
+    assert key_of("(ab)") == "(ab)"
+    assert key_of("x + 1") == key_of("x+1")
+    assert key_of("1 2") != key_of("12")
+    assert key_of("x_1") == key_of("x_{1}") == key_of("x1") and key_of("CO_2") == key_of("CO2")
+    assert key_of("x_{12}") == key_of("x12") != key_of("x_12")
+    assert key_of("101_2") != key_of("1012") and key_of("log_2x") != key_of("log2x")
 
 
 ITEMS = st.sampled_from(
