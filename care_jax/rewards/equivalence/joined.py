@@ -88,6 +88,7 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})(?:\.\d{1,60})?[kKmMbB]?"
 _SCALES = {"k": "e3", "m": "e6", "b": "e9"}
 _WITHOUT_SIGNS = str.maketrans("", "", "$%")
 _JOINED = re.compile(rf"(?:{_DIGITS} ?[-/:x] ?)+{_DIGITS}")
+_TIMES = re.compile(r" (?:by|\\times) | ?\\times ")
 _STARTS = set("$0123456789")
 _JOINT = re.compile(r"[-/:x]")
 
@@ -106,9 +107,9 @@ def same_joined(one: str, other: str) -> bool | None:
     """
     if not {one[:1], other[:1]} <= _STARTS:
         return None
+    to = ":" if ":" in one + other else "-"
     texts = [
-        text.replace(" to ", "-").replace(" by ", "x").translate(_WITHOUT_SIGNS)
-        for text in (one, other)
+        _TIMES.sub("x", text.replace(" to ", to)).translate(_WITHOUT_SIGNS) for text in (one, other)
     ]
     if not all(map(_JOINED.fullmatch, texts)):
         return None

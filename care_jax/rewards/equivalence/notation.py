@@ -28,7 +28,8 @@ _SYMBOLS = {
     "θ": "\\theta ", "。": ". ", "，": ", ", "、": ", ", "：": ":", "；": "; ", "⩽": "\\le ",
     "⩾": "\\ge ", "⋅": "\\cdot ", "º": "^\\circ ", "˚": "^\\circ ", "△": "\\triangle ",
     "∶": ":", "‑": "-", "∥": "\\parallel ", "⊥": "\\perp ", "∽": "\\sim ", "≌": "\\cong ",
-    "⊙": "\\odot ", "∘": "^\\circ ", "或": " or ", "和": " and ", "且": " and ",
+    "⊙": "\\odot ", "⟨": "\\langle ", "⟩": "\\rangle ", "∘": "^\\circ ",
+    "或": " or ", "和": " and ", "且": " and ",
     "√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "′": "'", "″": "''", "‘": "'", "’": "'",
 }  # fmt: skip
 _TRANSLATION = {ord(key): value for key, value in _SYMBOLS.items()}
@@ -50,7 +51,7 @@ _NUMERAL_AFTER = re.compile(
 )
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
 # Around a box: delimiters, what separates it from other values, and what is part of its value.
-_DELIMITER = re.compile(r"\$+|\\[()\[\]]|\*\*|\\left(?![a-z])|\\right(?![a-z])")
+_DELIMITER = re.compile(r"\$+|\\[()\[\],;:! ]|\*\*|\\left(?![a-z])|\\right(?![a-z])")
 _SEPARATOR = re.compile(
     r"[=:;,.<>&。，]|\\\\|\\(?:approx|equiv|implies|Rightarrow|therefore|to|leq?|geq?|lt|gt|end)(?![a-z])"
 )
@@ -62,6 +63,9 @@ _BEFORE_BOX = re.compile(
 _AFTER_BOX = re.compile(
     rf"[\w)}}\](]| ?(?:[-+*/](?! |[a-zA-Z]{{2}}|$)|[+*/] ?[\d\\]|[\^_!]|\\?%|{_OPERATION}"
     r"|(?:or|and|nor)(?![a-zA-Z]))"
+)
+_IS_DENIED = re.compile(
+    rf" (?:is|was|seems|can)(?![a-z]).*?(?:{free_text.NEGATION.pattern})", re.IGNORECASE
 )
 _PROSE_BEFORE = re.compile(r"^.*(?<![\\a-zA-Z])[a-zA-Z]{2,}(?![a-zA-Z{]) ?")
 _PROSE_AFTER = re.compile(r" (?!or |and |nor )[a-zA-Z]{3,}.*")
@@ -145,8 +149,14 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\sqrt ?(\d|\\frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"([_^])\{(\w)\}(?!\w)", r"\1\2"),
     (r"\\var(?=(?:epsilon|phi|theta|rho)(?![a-z]))", r"\\"),
-    (r"\\begin ?\{(cases|aligned)\}(.*?)\\end ?\{\1\}", _list_of_system),
-    (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])", " degrees "),
+    (
+        r"(?:\\\{ ?)?\\begin ?\{(cases|aligned|array)\}(?:\{[lcr]+\})?(.*?)\\end ?\{\1\}",
+        _list_of_system,
+    ),
+    (r"\\langle(?![a-z]) ?([^<>]*) ?\\rangle(?![a-z])", r"(\1)"),
+    (r" ?\( ?(?:approximately|approx\.?|about|\\approx) ([^()]*)\)$", r" \\approx \1"),
+    (r"\{ ?\}(?=\^)", ""),
+    (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\(?:text)?degree(?![a-z])", " degrees "),
     (r"\\?%|(?<![a-zA-Z])(?:per ?cent(?:age points?)?|pct)(?![a-zA-Z])", "%"),
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
@@ -249,6 +259,8 @@ def _with_outside(before: str, inner: str, after: str) -> str:
     before = _SEPARATOR.split(before)[-1]
     is_value = _BEFORE_BOX.search(before), _AFTER_BOX.match(after)
     after = _SEPARATOR.split(after)[0].rstrip()
+    if _IS_DENIED.match(after):
+        return f"{inner}{after}"
     if not any(is_value):
         is_unit = quantities.split_unit(f"1 {after.strip()}")[0] == "1"
         return f"{inner} {after.strip()}" if is_unit else inner

@@ -44,12 +44,15 @@ _UNITS = {
     "kg": "kg kilogram kilograms 公斤", "Mg": "Mg", "g": "g gram grams 克",
     "mg": "mg milligram milligrams 毫克",
     "lb": "lb lbs pound pounds",
-    "ms": "ms millisecond milliseconds", "s": "s sec secs second seconds 秒",
+    "rad": "rad radian radians", "ns": "ns nanosecond nanoseconds",
+    "μs": "μs microsecond microseconds", "ms": "ms millisecond milliseconds",
+    "s": "s sec secs second seconds 秒",
     "min": "min mins minute minutes 分钟", "h": "h hr hrs hour hours 小时",
     "day": "day days 天", "week": "week weeks",
     "l": "L l liter liters litre litres 升", "ml": "mL ml 毫升", "oz": "oz ounce ounces",
     "": "unit units",
-    "square": "square sq", "cubic": "cubic", "per": "per", "mi per h": "mph",
+    "square": "square sq", "cubic": "cubic", "per": "per",
+    "mi per h": "mph", "km per h": "kph", "N m": "Nm",
     "$": "$ US$ USD dollar dollars", "cents": "¢ cent cents", "€": "€ EUR euro euros",
     "£": "£ GBP", "¥": "¥ CNY RMB 元", "Rs": "₹ Rs Rs. INR rupee rupees",
     "C": "C celsius", "F": "F fahrenheit", "K": "K kelvin kelvins",
@@ -60,7 +63,7 @@ _PREFIXES = {"m": 1, "": 10**3, "k": 10**6, "M": 10**9, "G": 10**12}
 _PREFIXED = {
     "N": "newton newtons", "J": "joule joules", "W": "watt watts", "V": "volt volts",
     "A": "amp amps ampere amperes", "Ω": "ohm ohms", "Hz": "hertz", "Pa": "pascal pascals",
-    "eV": "",
+    "eV": "", "Wh": "",
 }  # fmt: skip
 _UNITS |= {f"{prefix}{unit}": f"{prefix}{unit}" for unit in _PREFIXED for prefix in _PREFIXES}
 _UNITS |= {unit: f"{unit} {names}" for unit, names in _PREFIXED.items()}
@@ -73,7 +76,8 @@ _SIZES_OF_UNITS = (
     {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
     {"oz": 1, "lb": 16},
     {"mg": 1, "g": 1000, "kg": 10**6, "Mg": 10**9},
-    {"ms": 1, "s": 10**3, "min": 60_000, "h": 3_600_000, "day": 86_400_000, "week": 604_800_000},
+    {"ns": 1, "μs": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9,
+     "day": 86400 * 10**9, "week": 604800 * 10**9},
     {"ml": 1, "l": 1000},
     *({f"{prefix}{unit}": size for prefix, size in _PREFIXES.items()} for unit in _PREFIXED),
     {"cents": 1, "$": 100},
@@ -84,9 +88,10 @@ _SIZES_OF_UNITS = (
     {"'": 1, "ft": 1}, {"'": 1, "min": 1}, {'"': 1, "in": 1}, {'"': 1, "s": 1},
 )  # fmt: skip
 # Other units of three or four letters; any other such word directly after a number is a product.
-_SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "kwh", "cal", "rad", "psi",
-                "rpm", "bpm", "fps", "kph", "bit", "bits", "byte", "yuan", "euro", "yen", "rmb",
-                "gal", "cups", "pcs", "ppm", "ton", "tons", "atm", "kcal", "mmhg")  # fmt: skip
+_SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "cal", "psi", "bar", "torr",
+                "lux", "amu", "kip", "rpm", "bpm", "fps", "bit", "bits", "byte", "yuan", "euro",
+                "yen", "rmb", "gal", "cups", "pcs", "ppm", "ton", "tons", "atm", "kcal",
+                "mmhg")  # fmt: skip
 # Plurals, short units, words after a unit, and what is counted in Chinese.
 _COUNTED = re.compile(
     rf"[a-z]+[a-hj-rtv-z]s|{'|'.join(_SHORT_UNITS)}|people|men|women|children|feet|teeth|mice"

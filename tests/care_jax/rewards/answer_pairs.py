@@ -281,6 +281,27 @@ EQUAL = [
     ("解：x=5", "5"),
     ("【答案】C", "C"),
     ("11 out of 36", "11/36"),
+    ("5{}^{\\circ}C", "5"),
+    ("5\\textdegree", "5"),
+    ("\\langle 1,2 \\rangle", "(1,2)"),
+    ("⟨1,2⟩", "(1,2)"),
+    ("3x5", "3×5"),
+    ("10 × 20 × 30", "10x20x30"),
+    ("3 \\times 10^8", "300000000"),
+    ("5 bar", "5"),
+    ("5 lux", "5"),
+    ("5 Nm", "5"),
+    ("5 Wh", "5"),
+    ("5 μs", "5"),
+    ("5 ns", "5"),
+    ("\\pi/6 rad", "\\pi/6"),
+    ("2 rad", "2 radians"),
+    ("200 kph", "200 km/h"),
+    ("\\left\\{\\begin{array}{l}x=1\\\\y=2\\end{array}\\right.", "x=1, y=2"),
+    ("2:3", "2 to 3"),
+    ("18 to 24", "18-24"),
+    ("\\boxed{5} is the answer", "5"),
+    ("\\boxed{5}, not 4", "5"),
 ]
 DIFFERENT = [
     ("101₂", "1012"),
@@ -509,6 +530,10 @@ DIFFERENT = [
     ("9 = 7", "9"),
     ("100 nm", "100 m"),
     ("5 m s^{-2}", "5 m s^{-1}"),
+    ("3×5", "5×3"),
+    ("5 kWh", "5 kW·h"),
+    ("\\boxed{5} is wrong", "5"),
+    ("\\boxed{B} is not correct", "B"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -568,6 +593,8 @@ ASKED_EQUAL = [
     ("1/(2x)", "\\frac{1}{2x}"),
     ("\\vec{a}+\\vec{b}", "\\vec{b}+\\vec{a}"),
     ("\\lg 100", "2"),
+    ("10\\sqrt{3} (approximately 17.32)", "10\\sqrt{3}"),
+    ("6 × 4", "24"),
 ]
 ASKED_DIFFERENT = [
     ("3ABC", "3"),
@@ -641,6 +668,7 @@ ASKED_DIFFERENT = [
     ("\\boxed{5}\\sqrt{2}", "5"),
     ("\\sqrt{\\boxed{5}}", "5"),
     ("½x", "\\frac{1}{2x}"),
+    ("10\\sqrt{3} (approximately 17.32)", "17"),
 ]
 
 
