@@ -216,7 +216,7 @@ class Groups:
     def is_judged(self) -> Bool[np.ndarray, "B R"]:
         """False where a reward function failed."""
         if self.components is None:
-            return np.ones(self.reasons.shape, bool)
+            return np.ones(self.scores.acc.shape, bool)
         return self.components.astype(bool)  # an empty dict is False
 
     @property

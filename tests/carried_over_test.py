@@ -14,6 +14,7 @@ from care_jax.decoding.queue import DecodeQueue
 from care_jax.rewards.failures import RewardFailed
 from care_jax.rl import carry_over
 from care_jax.rl.step_metrics import StepLog
+from configs import common
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -101,3 +102,20 @@ def test_a_run_resumes_with_what_was_in_flight(tmp_path, monkeypatch, changes):
     assert [step["oldest_age"] for step in steps] == [0, 1, 1, 1]
     for step in steps:
         assert sum(step[f"age/{age}"] for age in range(step["oldest_age"] + 1)) == pytest.approx(1)
+
+
+def test_unfinished_rollouts_of_other_prompts_begin_anew(tmp_path, monkeypatch, capfd):
+    """The file has as many rows when the run is resumed, in another order."""
+    rows = [json.dumps({"question": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(64)]
+    path, workdir, config = tmp_path / "train.jsonl", tmp_path / "run", carrying(checkpoint_every=4)
+    config.data.train = common.source("jsonl", path=str(path))
+    path.write_text("\n".join(rows))
+    with monkeypatch.context() as patch, pytest.raises(RewardFailed):
+        patch.setattr(StepLog, "rolled_out", fails_at(2))
+        main.run_stages(config, workdir)
+    path.write_text("\n".join(rows[::-1]))
+    main.run_stages(config, workdir)
+    assert "other rows in place of the 4 prompts with unfinished rollouts" in capfd.readouterr().out
+    steps = metrics_of(workdir)
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    assert [step["oldest_age"] for step in steps] == [0, 1, 0, 1]

@@ -223,7 +223,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("rl.num_rollouts", "[2, inf)", FIXED),
     ("rl.prompts_per_* rl.max_response_tokens", "[1, inf)", FIXED),
     ("rl.carry_over", "[0, 1]", FIXED),
-    ("rl.max_age", "[1, inf)", FIXED),
+    ("rl.max_age", "[1, 127]", FIXED),
     ("rl.temperature", "(0, 100]", FIXED),
     ("rl.top_p", "(0, 1]", FIXED),
     ("rl.format_weight", "[0, 1]", FIXED),

@@ -81,9 +81,13 @@ def select_subgroups(
 def success_of(scores: Scores, rule: str) -> Float[HostOrDevice, "B R"]:
     """1 for a success, 0 for a failure: acc, or by `reward` whether the reward is above 0.
 
-    By the latter, the released code's rule, a wrong answer in the right format is a success.
+    By the latter, the released code's rule, a wrong answer in the right format is a success. What
+    was not judged (`Groups.trained_scores`) is neither.
     """
-    return scores.acc if rule == "acc" else (scores.reward > 0).astype(jnp.float32)
+    if rule == "acc":
+        return scores.acc
+    is_judged = (scores.acc == 0) | (scores.acc == 1)
+    return jnp.where(is_judged, (scores.reward > 0).astype(jnp.float32), scores.acc)
 
 
 def care_credit(

@@ -23,26 +23,28 @@ from care_jax.method.objective import MAX_LOG_RATIO
 def rollout_metrics(groups: Groups, num_rollouts: int) -> dict[str, float]:
     """Means over the G rollouts of all prompts, without reflected rows.
 
-    Lengths are in tokens. `acc/<source>` is the mean acc of each data source in the batch.
+    Lengths are in tokens. `acc/<source>` is the mean acc of each data source in the batch. Rollouts
+    that were not judged have no acc, fmt and reward.
     """
     rollouts, scores, sources = groups.rollouts, groups.scores, groups.sources
-    acc, fmt, reward = (
-        getattr(scores, name)[:, :num_rollouts] for name in ("acc", "fmt", "reward")
-    )
-    metrics = {
-        "reward": reward.mean(),
-        "acc": acc.mean(),
-        "fmt": fmt.mean(),
-        "all_correct_rate": (acc == 1).all(1).mean(),
-        "all_wrong_rate": (acc == 0).all(1).mean(),
+    acc, is_judged = scores.acc[:, :num_rollouts], groups.is_judged[:, :num_rollouts]
+    is_any, metrics = is_judged.any(1), {}
+    if is_any.any():
+        metrics = {
+            name: getattr(scores, name)[:, :num_rollouts][is_judged].mean()
+            for name in ("reward", "acc", "fmt")
+        }
+    metrics |= {
+        "all_correct_rate": (((acc == 1) | ~is_judged).all(1) & is_any).mean(),
+        "all_wrong_rate": (((acc == 0) | ~is_judged).all(1) & is_any).mean(),
         "think_tokens": scores.num_think[:, :num_rollouts].mean(),
         "answer_tokens": scores.num_answer[:, :num_rollouts].mean(),
         "response_tokens": rollouts.is_valid[:, :num_rollouts].sum(-1).mean(),
         "truncated_rate": 1 - rollouts.is_complete[:, :num_rollouts].mean(),
     }
     if len(set(sources)) > 1:
-        for source in sorted(set(sources)):
-            metrics[f"acc/{source}"] = acc[sources == source].mean()
+        for source in sorted(set(sources[is_any])):
+            metrics[f"acc/{source}"] = acc[is_judged & (sources == source)[:, None]].mean()
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -77,7 +79,9 @@ def dapo_metrics(
     For the other arguments see `advantages.overlong_penalty`.
     """
     is_mixed = jax.vmap(advantages.is_mixed)
-    num_kept, num_trained = (int(is_mixed(each.scores.acc).sum()) for each in (drawn, trained))
+    num_kept, num_trained = (
+        int(is_mixed(each.trained_scores.acc).sum()) for each in (drawn, trained)
+    )
     penalty = advantages.overlong_penalty(
         drawn.rollouts.is_valid.sum(-1), max_tokens=max_tokens, cache_tokens=cache_tokens
     )
@@ -181,9 +185,9 @@ def subgroup_metrics(groups: Groups) -> dict[str, float]:
         "reflect_rate": has_reflection.mean(),
     }
     if has_reflection.any():
-        tries = scores.acc[has_reflection]
+        tries, is_judged = scores.acc[has_reflection], groups.is_judged[has_reflection]
         metrics["reflect_success"] = tries[:, -1].mean()
-        metrics["reflect_first_try"] = tries[:, :-1].mean()
+        metrics["reflect_first_try"] = tries[:, :-1][is_judged[:, :-1]].mean()
     for count in range(1, int(num_negatives[has_update].max(initial=0)) + 1):
         metrics[f"negatives/{count}"] = np.mean(has_update & (num_negatives == count))
 
@@ -203,8 +207,10 @@ def subgroup_metrics(groups: Groups) -> dict[str, float]:
     signature = defaultdict(list)
     plain = subgroup.has_update & ~subgroup.is_rescue & ~raw.is_reflected.any(1)
     for group in np.flatnonzero(plain):
-        anchor, negative = subgroup.anchor[group], np.flatnonzero(subgroup.is_negative[group])
+        anchor, negative = subgroup.anchor[group], np.flatnonzero(raw.is_negative[group])
         count, value, reward = len(negative), raw.value[group], scores.reward[group]
+        if not count:
+            continue
         gap = reward[anchor] - reward[negative].mean()
         if gap <= 0:
             continue

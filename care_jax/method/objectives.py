@@ -31,7 +31,7 @@ class Objective:
     has_reflection: bool = False  # groups have a reflected row, in the last slot
     # Reflected rows are trained without the context they were sampled with, so that the sampler's
     # log-probabilities cannot serve as π_old.
-    is_reframed: bool = False
+    drops_context: bool = False
     dual_clip: float = 0.0  # bound of the ratio where the advantage is negative; 0: none
     has_sequence_ratio: bool = False  # one importance ratio per response, not per token (GSPO)
     correction: str = "none"  # rl.correction, as the next; see `objective.correction_weight`
@@ -58,7 +58,9 @@ def _care(section, max_tokens):
         "raw_advantages": functools.partial(credit.care_raw_advantages, settings=settings),
         "has_token_kl": True,
         "has_reflection": section["reflect"],
-        "is_reframed": section["reflect"] and section["reflect_credit"] == "prompt_only",
+        "drops_context": section["reflect"]
+        and section["reflect_credit"] == "prompt_only"
+        and section["reflect_mode"] != "resample",
     }
 
 

@@ -14,8 +14,10 @@ Letters: C prompts in flight between steps, n of this process.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +30,8 @@ from care_jax.decoding.queue import DecodeQueue
 from care_jax.decoding.rollout_buffer import InFlight, Request
 from care_jax.decoding.schedule import Scheduler
 from care_jax.devices import distributed, sharding
+from care_jax.prompts.builder import TokenizedPrompt
+from care_jax.report.console import print_line
 from care_jax.rl.rollout import CarriedOver, asked
 from care_jax.rl.rollout_programs import RolloutPrograms, rollout_sizes
 from care_jax.run.checkpoint import InFlightSave
@@ -48,7 +52,10 @@ def num_carried(run: Run) -> int:
 def begin(
     run: Run, programs: RolloutPrograms, batches: Batches, stage: Stage
 ) -> CarriedOver | None:
-    """What the stage's first step goes on with, from its checkpoint if it has one."""
+    """What the stage's first step goes on with, from its checkpoint if it has one.
+
+    If the training data has other prompts at their positions now, these are decoded instead.
+    """
     if not num_carried(run):
         return None
     if stage.in_flight is None:
@@ -57,15 +64,31 @@ def begin(
     def read(shapes: Any) -> dict[str, Any]:
         return stage.checkpoints.restore_in_flight(shapes, stage.start)
 
-    return restored(run, programs.queue, batches, stage.in_flight, read)
+    found = restored(run, programs.queue, batches, stage.in_flight, read)
+    if found is None:
+        positions = sorted(row[1] for row in stage.in_flight["prompts"])
+        print_line(
+            f"the training data has other rows in place of the {len(positions)} prompts with "
+            "unfinished rollouts, which begin anew"
+        )
+        return drawn_first(run, batches, positions)
+    return found
 
 
-def drawn_first(run: Run, batches: Batches) -> CarriedOver:
-    """The prompts that the first step draws beyond its batch."""
+def drawn_first(run: Run, batches: Batches, positions: Sequence[int] | None = None) -> CarriedOver:
+    """The prompts that a step draws beyond its batch: the first C of the stream, or those given."""
     index, period = first_indices(run), run.config.rl.prompts_per_update
     own = sharding.local_rows(period, run.decode_batch_sharding)
-    position = np.flatnonzero(np.isin(index % period, own))
-    return CarriedOver(asked(index[position], *batches.at(position), position))
+    is_own = np.isin(index % period, own)
+    position = np.arange(len(index)) if positions is None else np.array(positions)
+    position = position[is_own]
+    return CarriedOver(asked(index[is_own], *batches.at(position), position))
+
+
+def _digest(prompt: TokenizedPrompt) -> int:
+    """A checksum of the prompt's tokens and image patches."""
+    parts = (np.ascontiguousarray(part) for part in (prompt.tokens, prompt.patches))
+    return functools.reduce(lambda found, part: zlib.crc32(part, found), parts, 0)
 
 
 def first_indices(run: Run) -> Int[np.ndarray, " C"]:
@@ -83,7 +106,8 @@ def save(programs: RolloutPrograms, carried: CarriedOver | None) -> InFlightSave
         return None
     groups, flight = carried.groups, carried.in_flight
     assert groups.position is not None  # of the prompts of a run
-    named = flight.uids, groups.position, groups.index, flight.key_data
+    digests = np.array([_digest(request.prompt) for request in flight.requests], int)
+    named = flight.uids, groups.position, groups.index, flight.key_data, digests
     rows = [list(row) for row in zip(*(array.tolist() for array in named), strict=True)]
     prompts = distributed.gather_json(rows)
     most = max(len(part) for part in prompts)
@@ -113,8 +137,8 @@ def restored(
     batches: Batches,
     description: Mapping[str, Any],
     read: Callable[[Any], dict[str, Any]],
-) -> CarriedOver:
-    """What a checkpoint has in flight, for this process.
+) -> CarriedOver | None:
+    """What a checkpoint has in flight, for this process; None if its prompts are others now.
 
     Args:
         description: as `save` gave it.
@@ -131,8 +155,18 @@ def restored(
         )
     scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
     scheduler.restore(description["scheduler"])
-    uids, position, index, key_data = map(np.array, zip(*description["prompts"], strict=True))
-    sizes, text = queue.sizes, run.policy.config.text
+    columns = map(np.array, zip(*description["prompts"], strict=True))
+    uids, position, index, key_data, *digests = columns  # older checkpoints have no digests
+    sizes = queue.sizes
+    is_own = np.isin(
+        uids % sizes.period, sharding.local_rows(sizes.period, run.decode_batch_sharding)
+    )
+    groups = asked(index[is_own], *batches.at(position[is_own]), position[is_own])
+    found = list(map(_digest, groups.prompts))
+    is_other = any(found != each[is_own].tolist() for each in digests)
+    if any(distributed.gather_json(is_other)):
+        return None
+    text = run.policy.config.text
     shape = len(uids), sizes.num_rollouts, sizes.max_tokens
     dtypes = {"tokens": np.int32, "is_valid": bool, "logp": np.float32, "age": np.int8}
     if not queue.programs.options.is_drawn_by_softmax:
@@ -156,14 +190,11 @@ def restored(
     if slots is not None:
         slots = jax.tree.unflatten(jax.tree.structure(slots), arrays.pop("slots"))
         slots = queue.put_aside(slots)
-    own = sharding.local_rows(sizes.period, run.decode_batch_sharding)
-    is_own = np.isin(uids % sizes.period, own)
-    found = {name: np.asarray(array.addressable_data(0))[is_own] for name, array in arrays.items()}
-    groups = asked(index[is_own], *batches.at(position[is_own]), position[is_own])
+    own = {name: np.asarray(array.addressable_data(0))[is_own] for name, array in arrays.items()}
     rollouts = Rollouts(
-        **found,
-        is_forced=np.zeros_like(found["is_valid"]),
-        is_complete=np.zeros(found["is_valid"].shape[:2], bool),
+        **own,
+        is_forced=np.zeros_like(own["is_valid"]),
+        is_complete=np.zeros(own["is_valid"].shape[:2], bool),
     )
     requests = [Request(*pair) for pair in zip(groups.index.tolist(), groups.prompts, strict=True)]
     places = np.arange(len(requests))

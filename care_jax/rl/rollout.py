@@ -83,9 +83,10 @@ def asked(
 def gather_groups(groups: Groups) -> Groups:
     """The groups of all processes, N prompts, with the fields that packing and metrics need.
 
-    Texts, tokens, embeddings and spans are not gathered; they are None also with one process.
+    Texts, tokens, embeddings and spans are not gathered; they are None also with one process. Of
+    the components only whether a row has any is.
     """
-    credit = groups.credit
+    credit, components = groups.credit, groups.components
     numbers = Groups(
         index=groups.index,
         sizes=groups.sizes,
@@ -94,6 +95,7 @@ def gather_groups(groups: Groups) -> Groups:
             **dict.fromkeys(("tokens", "logp", "drawn_logp", "embedding", "age", "routes")),
         ),
         scores=dataclasses.replace(groups.scores, is_think=None, is_answer=None),
+        components=None if components is None else groups.is_judged,
         subgroup=groups.subgroup,
         has_reflection=groups.has_reflection,
         credit=credit and dataclasses.replace(credit, token_advantage=None),

@@ -34,6 +34,7 @@ from care_jax.run.run import Run
 from care_jax.run.stage import Stage
 
 # Printed of a step, under these names.
+_ROUTES = "routes/differ"  # how the names of `routing.differing` begin
 _SHOWN = {"reward": "reward", "acc": "sampled acc", "fmt": "format", "reflect_success": "repaired"}
 _SHOWN |= {"rescue_rate": "rescued", "response_tokens": "length", "grad_norm": "grad_norm"}
 
@@ -136,8 +137,12 @@ class StepLog:
         ]
         metrics = (
             group_metrics(run, drawn, everyone, len(draws))
-            | {name: float(np.mean([of[name] for of in applied])) for name in (applied or [{}])[0]}
-            | (sampler_mismatch(run, *self._first) if updates[0] else {})
+            | {
+                name: float(np.mean([of[name] for of in applied]))
+                for name in (applied or [{}])[0]
+                if not name.startswith(_ROUTES)
+            }
+            | self._mismatch(updates)
             | self._verifier_metrics(draws)
             | device_memory()
             | {
@@ -161,6 +166,13 @@ class StepLog:
         )
         run.metrics.show("rl", step, shown)
         self._seconds = time.perf_counter() - began
+
+    def _mismatch(self, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """How trainer and sampler differ, in the first update; later ones have other weights."""
+        if not updates[0]:
+            return {}
+        routes = {name: value for name, value in updates[0].items() if name.startswith(_ROUTES)}
+        return routes | sampler_mismatch(self.run, *self._first)
 
     def close(self) -> None:
         """Called after the last step."""

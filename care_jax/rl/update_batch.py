@@ -57,7 +57,10 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
     if groups.rollouts.routes is not None:
         decoded["routes"] = groups.rollouts.routes
     if rl.carry_over:
-        decoded["is_fresh"] = groups.rollouts.age == 0
+        age = groups.rollouts.age
+        assert age is not None  # as the decode queue gives it
+        # A rollout with older tokens has gone on with the KV cache of older weights.
+        decoded["is_fresh"] = np.broadcast_to(age.max(-1, keepdims=True) == 0, age.shape)
     found = distributed.exchange_rows(
         decoded,
         np.searchsorted(everyone.index, groups.index),
@@ -67,7 +70,7 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
     )
     prompts = {tree: found["prompts"][tree] for tree in plan.trees}
     is_compared = credit.is_trained
-    if run.objective.is_reframed:  # the last row was sampled in another context
+    if run.objective.drops_context:  # the last row was sampled in another context
         is_compared = (
             is_compared & (np.arange(is_compared.shape[1]) < run.config.rl.num_rollouts)[:, None]
         )
@@ -117,8 +120,9 @@ def put_scored(
     """Puts batches on the devices, with log-probabilities under the reference and under π_old.
 
     The sampler records log-probabilities at temperature 1 for all sampling settings, which serve as
-    π_old. The trainer recomputes them if rl.old_logp = "trainer", or if reflected rows are trained
-    without the context they were sampled with. All batches are scored before the first is yielded.
+    π_old. The trainer recomputes them if rl.old_logp = "trainer"; else only those of reflected rows
+    trained without the context they were sampled with. All batches are scored before the first is
+    yielded.
 
     Each batch is laid out and put while the devices work on the one before. They hold two at most,
     if the caller takes a batch only after they are done with the one before the last.
@@ -155,6 +159,8 @@ def put_scored(
     for number, ((batch, plan), logp) in enumerate(zip(found, logps, strict=True)):
         jax.block_until_ready(logps[-2:-1] if number == 0 else logps)
         placed = put(batch, plan)
+        if placed and "old_logp" in logp and run.config.rl.old_logp == "sampler":
+            logp["old_logp"] = jnp.where(placed.is_compared, placed.old_logp, logp["old_logp"])
         yield batch, plan, placed and dataclasses.replace(placed, **logp)
 
 

@@ -56,8 +56,8 @@ class Run:
 
     @property
     def has_trainer_logp(self) -> bool:
-        """Whether the trainer recomputes π_old instead of taking it from the sampler."""
-        return self.config.rl.old_logp == "trainer" or self.objective.is_reframed
+        """Whether the trainer recomputes π_old, at least of rows trained without their context."""
+        return self.config.rl.old_logp == "trainer" or self.objective.drops_context
 
     @property
     def has_reference_copy(self) -> bool:

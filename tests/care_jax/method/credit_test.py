@@ -198,6 +198,15 @@ def test_a_wrong_answer_in_the_right_format_may_be_a_success():
     np.testing.assert_array_equal(raw.is_positive[1, :G], np.arange(G) == subgroup.anchor[1])
 
 
+@pytest.mark.parametrize("success", ["acc", "reward"])
+def test_what_was_not_judged_is_neither_a_success_nor_a_failure(success):
+    """Row 1, whose acc is 1/2; `reward` > 0 holds for it."""
+    rollouts, scores = rows(G, [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
+    scores = scores.replace(acc=scores.acc.at[:, 1].set(0.5), reward=scores.acc.at[:, 1].set(0.5))
+    subgroup = select(rollouts, scores, success=success)
+    assert not (subgroup.anchor == 1).any() and not subgroup.is_negative[:, 1].any()
+
+
 @pytest.mark.parametrize(("success", "has_positive"), [("acc", False), ("reward", True)])
 def test_a_wrong_repair_in_the_right_format_is_a_failure_or_a_success(success, has_positive):
     rollouts, scores = rows(G + 1, [[1, 0, 0, 0, 0]] * B)

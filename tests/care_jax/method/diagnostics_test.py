@@ -104,6 +104,14 @@ def test_alpha_predicts_the_ratio_where_negatives_differ_in_format():
     assert metrics["signature/alpha"] < metrics["signature/alpha_appendix"] < 1
 
 
+def test_signature_leaves_out_failures_that_the_reward_does_not_put_below_the_anchor():
+    """Of the three, the first is rewarded like the anchor, as a function's components may do."""
+    acc, fmt = [[1, 0, 0, 0]], [[0, 10, 1, 0]]  # the reward is 0.9 acc + 0.1 fmt
+    metrics = care_metrics([[*acc[0], 0]], [[*fmt[0], 0]], [False])
+    assert "signature/anchor_2" in metrics and "signature/anchor_3" not in metrics
+    assert metrics["signature/ratio"] == pytest.approx(metrics["signature/alpha"], rel=1e-4)
+
+
 def test_the_two_formulas_of_alpha_by_hand():
     """K' = 3, Var(r⁻) = 0.06, Δ = 0.6: 1 + 4/6 and 1 + 3/6."""
     text, appendix = diagnostics.predicted_alphas(3, 0.06, 0.6)
@@ -203,6 +211,18 @@ def test_means_leave_the_reflected_row_out_and_split_by_source():
     assert metrics["all_correct_rate"] == 0.5 and metrics["all_wrong_rate"] == 0
     assert (metrics["think_tokens"], metrics["answer_tokens"]) == (2, 1)
     assert (metrics["response_tokens"], metrics["truncated_rate"]) == (3, 1 / 8)
+
+
+def test_what_was_not_judged_has_no_acc():
+    """Row 0 of the first group; the second group was not judged at all."""
+    scores = scores_of([[0, 1, 1], [0, 0, 0]], [[0, 1, 1], [0, 0, 0]])
+    components = np.array([[{}, {"acc": 1}, {"acc": 1}], [{}, {}, {}]], object)
+    names = np.array(["a", "b"], object)
+    groups = Groups(rollouts=rollouts_of((2, 3)), scores=scores, sources=names)
+    metrics = diagnostics.rollout_metrics(groups.replace(components=components), num_rollouts=3)
+    assert (metrics["acc"], metrics["fmt"], metrics["reward"]) == (1, 1, 1)
+    assert (metrics["all_correct_rate"], metrics["all_wrong_rate"]) == (0.5, 0)
+    assert metrics["acc/a"] == 1 and "acc/b" not in metrics
 
 
 def test_dapo_counts_what_was_drawn_kept_and_missing_and_what_length_cost():

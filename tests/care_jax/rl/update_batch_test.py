@@ -154,28 +154,32 @@ def beta(value):
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_recomputed"),
+    ("changes", "recomputed"),
     [
-        ({}, False),
-        ({"rl.old_logp": "trainer"}, True),
-        ({"care.reflect_credit": "prompt_only"}, True),
-        ({"care.reflect_credit": "prompt_only", "rl.objective": "grpo"}, False),
+        ({}, "none"),
+        ({"rl.old_logp": "trainer"}, "all"),
+        ({"care.reflect_credit": "prompt_only"}, "without context"),
+        ({"care.reflect_credit": "prompt_only", "care.reflect_mode": "resample"}, "none"),
+        ({"care.reflect_credit": "prompt_only", "rl.old_logp": "trainer"}, "all"),
+        ({"care.reflect_credit": "prompt_only", "rl.objective": "grpo"}, "none"),
     ],
 )
 def test_log_probabilities_come_from_whom_they_should(
-    make_run, groups, whole_batch, changes, is_recomputed
+    make_run, groups, whole_batch, changes, recomputed
 ):
     """The scorer gives the name of its parameters, a number."""
     run = make_run(beta(0.1) | changes)
     batch, _ = whole_batch(run, groups)
     shape, sampled = batch.rows.tokens.shape, batch.old_logp
+    assert batch.is_compared.any() and not batch.is_compared.all()
+    kept = {"none": True, "all": False, "without context": batch.is_compared}[recomputed]
 
     def score(params, batch):
         return jnp.full(shape, params)
 
     for host, _, placed in put_scored(run, score, [batch] * 2, 5.0, 7.0):
         assert host.old_logp is sampled
-        want = {"ref_logp": 7.0, "old_logp": 5.0 if is_recomputed else sampled}
+        want = {"ref_logp": 7.0, "old_logp": np.where(kept, sampled, np.float32(5.0))}
         for found in (placed, update_batch.with_logprobs(host, placed)):
             for name, logp in want.items():
                 np.testing.assert_array_equal(getattr(found, name), np.broadcast_to(logp, shape))
