@@ -39,7 +39,9 @@ _BEFORE = "if each stage with checkpoints still follows the same training stages
 _BACKBONE = "if the backbone stays the same; its resolved shape is compared"
 _EVALUATIONS = "freely: evaluations change no weight"
 _SKIPPED = "freely: how many non-finite updates in a row are skipped"
-_DIVIDED = "freely: how the work of a step is divided; results differ by rounding only"
+_DIVIDED = (
+    "freely: how the work of a step is divided; without rl.carry_over results differ by rounding"
+)
 _COMPUTED = "freely: how the same values are computed"
 _SPREAD = "freely: how the work is spread over devices and threads"
 _VERIFIED = "freely: how the verifier works"
