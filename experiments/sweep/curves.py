@@ -91,10 +91,9 @@ def held_out_at_tokens(outcome: Outcome, tokens: float) -> float:
 def gain_after(rate: str, outcome: Outcome, num_steps: int) -> float | None:
     """Rise of the rollout accuracy y after a group was triggered, mean over the triggered groups.
 
-    `rate` is the metric with the share of them in a step: "rescue_rate" (fig:rescue) or
-    "reflect_rate" (fig:srefl_ablation). A group triggered in step t counts y(t + num_steps) - y(t),
-    or is left out if the run ends before. None if there was none, as under objectives other than
-    CARE.
+    `rate` is the metric with the share of them in a step: "all_wrong_rate" (fig:rescue, rescued or
+    not) or "reflect_rate" (fig:srefl_ablation). A group triggered in step t counts
+    y(t + num_steps) - y(t), or is left out if the run ends before. None if there was none.
 
     Raises:
         NotLogged: the run has at most `num_steps` steps.

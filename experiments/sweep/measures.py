@@ -187,8 +187,8 @@ MEASURES = {
         "rescued groups",
         lambda run, _: float(run.num_triggers[-1]) if run.steps else None, ".0f"),
     "rescue_gain@50": Measure(
-        "rollout acc, 50 steps after a rescue, points",
-        _percent(lambda run: curves.gain_after("rescue_rate", run, 50))),
+        "rollout acc, 50 steps after an all-failed group, points",
+        _percent(lambda run: curves.gain_after("all_wrong_rate", run, 50))),
     "reflect_gain@300": Measure(
         "rollout acc, 300 steps after a repair, points",
         _percent(lambda run: curves.gain_after("reflect_rate", run, 300))),

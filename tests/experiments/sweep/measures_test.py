@@ -143,18 +143,17 @@ def test_what_was_not_measured_names_the_key_to_set(make_outcome, name, metrics,
         value(name, make_outcome("two", **metrics), make_outcome("one", acc=0.5))
 
 
-def test_the_gain_after_a_rescue_is_weighted_by_rescued_groups(make_outcome):
-    """Over two steps: +0.2 after step 0 with one part of rescues, +0.4 after step 1 with three.
+def test_the_gain_after_all_failed_groups_is_weighted_by_them(make_outcome):
+    """Over two steps: +0.2 after step 0 with one part of them, +0.4 after step 1 with three.
 
     Steps 3 and 4 have no two steps after them.
     """
     acc, rates = [0.1, 0.1, 0.3, 0.5, 0.9], [0.1, 0.3, 0.0, 0.9, 0.9]
-    outcome = make_outcome(num_steps=5, acc=acc, rescue_rate=rates)
-    assert gain_after("rescue_rate", outcome, 2) == pytest.approx((0.2 + 3 * 0.4) / 4)
-    late = make_outcome(acc=[0.1] * 50 + [0.4] * 50, rescue_rate=0.5)
+    outcome = make_outcome(num_steps=5, acc=acc, all_wrong_rate=rates)
+    assert gain_after("all_wrong_rate", outcome, 2) == pytest.approx((0.2 + 3 * 0.4) / 4)
+    late = make_outcome(acc=[0.1] * 50 + [0.4] * 50, all_wrong_rate=0.5)
     assert value("rescue_gain@50", late) == pytest.approx(30)
-    assert value("rescue_gain@50", make_outcome(acc=0.5, rescue_rate=0.0)) is None
-    assert value("rescue_gain@50", make_outcome(acc=0.5, objective="grpo")) is None
+    assert value("rescue_gain@50", make_outcome(acc=0.5, all_wrong_rate=0.0)) is None
     repaired = make_outcome(num_steps=400, acc=[0.1] * 300 + [0.3] * 100, reflect_rate=0.5)
     assert value("reflect_gain@300", repaired) == pytest.approx(20)
 
