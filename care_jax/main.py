@@ -187,7 +187,7 @@ def run_main() -> None:
     logging.get_absl_handler().addFilter(
         lambda record: record.levelname != "ERROR" or "/orbax/" not in record.pathname
     )
-    sys.unraisablehook = _without_closed_loops
+    sys.unraisablehook = _unraisable
     config = define_flags()
     interrupts.watch()
     try:
@@ -196,9 +196,10 @@ def run_main() -> None:
         message = f"stopped by SIGTERM {stopped}; run the same command to resume"
         distributed.exit_run(message, is_preempted=True)
     except KeyboardInterrupt:
-        # Each process gets its own Ctrl-C, so none must wait for the others.
-        message = interrupts.message(pathlib.Path(flags.FLAGS.workdir).expanduser())
-        distributed.exit_run(message, status=interrupts.STATUS)
+        given = flags.FLAGS
+        trains = not {*TRAINING}.isdisjoint(given.config.stages)
+        workdir = pathlib.Path(given.workdir).expanduser()
+        interrupts.exit_run(interrupts.message(workdir, trains=trains, is_dry=given.dry_run))
     except (ValueError, FloatingPointError) as error:
         distributed.exit_run(f"error: {error}")
     except OSError as error:
@@ -223,8 +224,11 @@ def _out_of_memory(error: jax.errors.JaxRuntimeError) -> str:
     )
 
 
-def _without_closed_loops(unraisable: Any) -> None:
-    if str(unraisable.exc_value) != "Event loop is closed":
+def _unraisable(unraisable: Any) -> None:
+    """Acts on an exception that Python drops."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        interrupts.raise_again()
+    elif str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 

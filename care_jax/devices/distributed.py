@@ -244,7 +244,7 @@ def is_preempted() -> bool:
     return multihost_utils.reached_preemption_sync_point(next(_sync_points))
 
 
-def exit_run(message: str, *, is_preempted: bool = False, status: int = 1) -> NoReturn:
+def exit_run(message: str, *, is_preempted: bool = False) -> NoReturn:
     """Exits from an unfinished run, with a line on stderr; status 75 if it is to be restarted.
 
     A process that fails alone exits without waiting for the others, which end when its heartbeats
@@ -255,8 +255,8 @@ def exit_run(message: str, *, is_preempted: bool = False, status: int = 1) -> No
         sys.exit(_EXIT_PREEMPTED)
     if not is_alone():
         sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+        os._exit(1)
+    sys.exit(1)
 
 
 def _from_environment(value: int | None, name: str) -> int | None:

@@ -8,9 +8,11 @@ import signal
 import sys
 import threading
 import time
+from typing import NoReturn
 
 STATUS = 130  # as shells report it
 _SAME = 0.5  # seconds; a second signal within them is the first, forwarded by a wrapper
+_is_repeated = threading.Event()  # the next SIGINT is a repetition by `raise_again`
 
 
 def watch() -> None:
@@ -38,6 +40,9 @@ def watch() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             if number[0] != signal.SIGINT:
                 continue
+            if _is_repeated.is_set():
+                _is_repeated.clear()
+                continue
             if not first:
                 first = time.monotonic()
                 line = "stopping; press Ctrl-C again to exit at once, without waiting for saves"
@@ -48,8 +53,37 @@ def watch() -> None:
     threading.Thread(target=act, name="signals", daemon=True).start()
 
 
-def message(workdir: pathlib.Path) -> str:
+def raise_again() -> None:
+    """Raises KeyboardInterrupt in the main thread soon, as Python has dropped the last one.
+
+    It does so with an exception in a callback of the garbage collector or of a weak reference.
+    """
+    main = threading.main_thread().ident
+    assert main is not None  # it runs
+
+    def interrupt() -> None:
+        _is_repeated.set()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Timer(0.05, interrupt).start()
+
+
+def exit_run(message: str) -> NoReturn:
+    """Ends the process with a line on stderr, without waiting for other processes of the run.
+
+    Nor for the interpreter's teardown, in which threads of libraries may crash.
+    """
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(STATUS)
+
+
+def message(workdir: pathlib.Path, *, trains: bool, is_dry: bool = False) -> str:
     """Says which steps a stopped run has lost."""
+    if is_dry:
+        return "stopped by Ctrl-C; nothing was changed"
+    if not trains:
+        return "stopped by Ctrl-C; finished answers are kept; run the same command to go on"
     for stage in ("rl", "sft"):
         names = [path.name for path in (workdir / "checkpoints" / stage).glob("*")]
         if steps := [int(name) for name in names if name.isdecimal()]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ except ImportError:
 
 from care_jax.config import command_line
 from care_jax.devices.standard_streams import outlive_readers
+from care_jax.run import interrupts
 from experiments.sweep.experiment import Experiment, load_experiment
 from experiments.sweep.figures import write_figure
 from experiments.sweep.measures import columns_of
@@ -140,7 +142,11 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 if __name__ == "__main__":
     outlive_readers()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         sys.exit(main())
     except ValueError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; run the same command to go on", file=sys.stderr)
+        sys.exit(interrupts.STATUS)

@@ -139,6 +139,7 @@ def run_all(
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(num_processes):
         slots.put(slot)
+    running: set[subprocess.Popen] = set()
     # A pool starts tasks in submission order, so no trial waits for a cold start queued after it.
     with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
         begun: dict[pathlib.Path, concurrent.futures.Future] = {}
@@ -148,22 +149,32 @@ def run_all(
                 begun[trial.cold_start.workdir].result()
             slot = slots.get()
             try:
-                run_trial(trial, slot, num_processes)
+                run_trial(trial, slot, num_processes, running)
             finally:
                 slots.put(slot)
             on_done(trial)
 
-        for workdir, trial in todo.items():
-            begun[workdir] = pool.submit(work, trial)
-        concurrent.futures.wait(begun.values())
+        try:
+            for workdir, trial in todo.items():
+                begun[workdir] = pool.submit(work, trial)
+            concurrent.futures.wait(begun.values())
+        except BaseException as stopped:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if not isinstance(stopped, KeyboardInterrupt):  # a terminal sends Ctrl-C to all
+                for process in [*running]:
+                    process.terminate()
+            raise  # once the running trials have saved
     failures = dict.fromkeys(filter(None, (future.exception() for future in begun.values())))
     if other := [failure for failure in failures if not isinstance(failure, TrialFailed)]:
         raise other[0]
     return [failure for failure in failures if isinstance(failure, TrialFailed)]
 
 
-def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
-    """Runs or resumes a trial, its output appended to `log.txt`; raises `TrialFailed`."""
+def run_trial(trial: Trial, slot: int, num_slots: int, running: set[subprocess.Popen]) -> None:
+    """Runs or resumes a trial, its output appended to `log.txt`; raises `TrialFailed`.
+
+    Its process is in `running` meanwhile.
+    """
     trial.workdir.mkdir(parents=True, exist_ok=True)
     commits = dict.fromkeys([*trial.record.get("commits", ()), commit()])
     record = {"settings": trial.settings, "commits": list(commits)}
@@ -180,14 +191,24 @@ def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
         environment = os.environ | _share_of_devices(os.environ, slot, num_slots)
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(trial.workdir.parents[2] / "xla"))
         streams = {"stdout": out, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        ended = subprocess.run(command, env=environment, **streams)
-    if ended.returncode:
+        status = _run(command, running, env=environment, **streams)
+    if status:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise TrialFailed(
-            f"{trial.workdir} ended with status {ended.returncode}: "
+            f"{trial.workdir} ended with status {status}: "
             f"{lines[-1] if lines else 'no output'} (whole log: {log})"
         )
     _write_record(trial, record | {"seconds": round(time.monotonic() - began)})
+
+
+def _run(command: Sequence[str], running: set[subprocess.Popen], **settings: Any) -> int:
+    """The exit status of a command, whose process is in `running` meanwhile."""
+    with subprocess.Popen(command, **settings) as process:
+        running.add(process)
+        try:
+            return process.wait()
+        finally:
+            running.remove(process)
 
 
 def read_outcome(trial: Trial) -> Outcome:

@@ -149,9 +149,10 @@ def _run(command: list[str], log: pathlib.Path, limit: float) -> str | None:
             status, reason = process.wait(limit), None
         except subprocess.TimeoutExpired:
             status, reason = None, f"killed after {limit:.0f} s"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what it left behind
-        process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what it left behind
+            process.wait()
     if not status:
         return reason
     with log.open("rb") as printed:

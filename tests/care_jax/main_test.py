@@ -203,12 +203,13 @@ EXAMPLE = Example("e", "made", (), "?", "1", response="1")
 def ended(run_command, monkeypatch, tmp_path):
     """Status and output of the command, where the run itself raises something."""
 
-    def ended(raised, workdir=tmp_path):
+    def ended(raised, *flags, workdir=tmp_path):
         def stages(*_, **__):
             raise raised
 
         monkeypatch.setattr(main, "run_stages", stages)
-        return run_command("--config=configs/tiny.py", f"--workdir={workdir}")
+        monkeypatch.setattr(os, "_exit", sys.exit)
+        return run_command("--config=configs/tiny.py", f"--workdir={workdir}", *flags)
 
     return ended
 
@@ -274,6 +275,10 @@ def test_ctrl_c_says_what_is_lost(ended, tmp_path):
         "stopped by Ctrl-C; steps after checkpoint rl 10 are lost; run the same command to resume"
     )
     assert ended(KeyboardInterrupt()) == (130, f"{lost}\n")
+    _, line = ended(KeyboardInterrupt(), "--dry_run")
+    assert line == "stopped by Ctrl-C; nothing was changed\n"
+    _, line = ended(KeyboardInterrupt(), "--config.stages=('evaluate',)")
+    assert "finished answers are kept" in line
 
 
 def test_ctrl_c_finds_the_checkpoints_of_a_workdir_in_the_home(ended, monkeypatch, tmp_path):
@@ -317,6 +322,33 @@ except KeyboardInterrupt:
     assert result.stdout == "alive\n"
     told = "stopping; press Ctrl-C again to exit at once, without waiting for saves\n"
     assert result.stderr == told
+
+
+def test_a_ctrl_c_that_python_drops_is_raised_again():
+    """Within a callback, however late; it is no second one."""
+    script = """
+import os, signal, sys, time, weakref
+from care_jax import main
+from care_jax.run import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+sys.unraisablehook, interrupts._SAME = main._unraisable, 0
+interrupts.watch()
+class Watched:
+    pass
+watched = Watched()
+reference = weakref.ref(watched, lambda _: os.kill(os.getpid(), signal.SIGINT))
+try:
+    del watched
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    print("stopped")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, "stopped\n")
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("stopping")
 
 
 def test_a_lost_terminal_stops_a_run_as_sigterm_does(tmp_path):

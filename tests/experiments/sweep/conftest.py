@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-import subprocess
 
 import pytest
 
@@ -52,15 +51,13 @@ def runs(monkeypatch):
     """
     commands = []
 
-    def run(command, **settings):
-        if command[0] == "git":
-            return subprocess.CompletedProcess(command, 0, stdout="abc1234\n")
+    def run(command, running, **settings):
         flags = dict(flag.split("=", 1) for flag in command[3:])
         workdir = pathlib.Path(flags["--workdir"])
         commands.append((workdir, flags, settings["env"]))
         if "--config.fail" in flags and flags["--config.fail"] in str(workdir):
             settings["stdout"].write("Traceback\nerror: too small\n")
-            return subprocess.CompletedProcess(command, 1)
+            return 1
         stages = flags.get("--config.stages", "")
         seed = int(flags["--config.seed"])
         records = []
@@ -82,9 +79,10 @@ def runs(monkeypatch):
         config = {"rl": {"prompts_per_step": 64, "objective": "care"}, "care": {"K": 4}}
         workdir.joinpath("config.json").write_text(json.dumps(config))
         workdir.joinpath("metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(trials.subprocess, "run", run)
+    monkeypatch.setattr(trials, "_run", run)
+    monkeypatch.setattr(trials, "commit", lambda: "abc1234")
     return commands
 
 

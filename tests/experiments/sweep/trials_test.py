@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 
 import pytest
 
@@ -170,6 +171,35 @@ def test_no_more_runs_than_processes_at_a_time(sweep, monkeypatch):
     monkeypatch.setattr(trials, "run_trial", counted)
     sweep(4, num_processes=2)
     assert most[0] <= 2
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, SystemExit])
+def test_a_stopped_sweep_begins_no_other_trials(sweep, monkeypatch, stopped):
+    """A SIGTERM is passed on to the running one; a terminal has sent Ctrl-C to it as well."""
+    begun, told, ends = [], [], threading.Event()
+
+    class Process:
+        def terminate(self):
+            told.append(self)
+            ends.set()
+
+    def run_trial(trial, slot, num_slots, running):
+        begun.append(trial)
+        running.add(Process())
+        ends.wait(60)
+
+    def wait(_):
+        while not begun:
+            time.sleep(0.01)
+        if stopped is KeyboardInterrupt:
+            ends.set()
+        raise stopped
+
+    monkeypatch.setattr(trials, "run_trial", run_trial)
+    monkeypatch.setattr(trials.concurrent.futures, "wait", wait)
+    with pytest.raises(stopped):
+        sweep(4, num_processes=1)
+    assert len(begun) == 1 and len(told) == (stopped is SystemExit)
 
 
 def test_an_outcome_has_the_configuration_that_ran_and_the_evaluations_during_rl(sweep, runs):
