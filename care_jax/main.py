@@ -12,6 +12,7 @@ import json
 import pathlib
 import sys
 import traceback
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import interrupts, lock, space, terminal, weights
 from care_jax.run.reward_trial import check_reward
-from care_jax.run.run import Run, check_workdir, open_run, verifier_of
+from care_jax.run.run import Run, check_workdir, is_cold_start_gone, open_run, verifier_of
 from care_jax.run.versions import write_config, write_start
 from care_jax.stages import evaluate, export, rl, sft
 
@@ -128,12 +129,32 @@ def open_sources(run: Run, given: Mapping[str, Sequence[Example]]) -> dict[str, 
     opened = [stage for stage in TRAINING if stage in config.stages]
     if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
         opened.append("evaluate")
-    return {
+    sources = {
         stage: given_examples(given[stage], stage, has_reward)
         if stage in given
         else open_examples(config, stage, has_reward)
         for stage in opened
     }
+    _check_same_rows(sources)
+    return sources
+
+
+def _check_same_rows(sources: Mapping[str, Sequence[Example]]) -> None:
+    """Refuses other rows on other processes, as an index names the same row on all of them."""
+
+    def rows_of(examples: Sequence[Example]) -> list[int]:
+        ids = [example.id for example in examples] if isinstance(examples, list) else []
+        return [len(examples), zlib.crc32(json.dumps(ids).encode())]
+
+    every = distributed.gather_json({stage: rows_of(rows) for stage, rows in sources.items()})
+    for stage in sources:
+        found = [rows[stage] for rows in every]
+        if any(rows != found[0] for rows in found):
+            counts = ", ".join(str(number) for number, _ in found)
+            raise ValueError(
+                f"expected the same rows of data.{SECTIONS[stage]} on all processes, got {counts} "
+                "by process, or as many with other ids; give all hosts the same files"
+            )
 
 
 def try_reward(run: Run, sources: Mapping[str, Sequence[Example]]) -> None:
@@ -160,6 +181,8 @@ def _run_each(
         done = weights.finished(run, stage) if stage in TRAINING else None
         if done is not None:
             params = done
+        elif stage == "sft" and is_cold_start_gone(run):
+            print_line("the cold start's checkpoints are gone; RL goes on from its own")
         elif stage == "sft":
             params = sft.train(run, params, sources[stage], evaluator)
         elif stage == "rl":

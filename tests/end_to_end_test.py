@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 import threading
 from collections import Counter
@@ -261,3 +262,17 @@ def test_another_backbones_checkpoint_is_refused(finished):
     config.model.backbone.text_config.intermediate_size = 128
     with pytest.raises(ValueError, match=r"of another model: text\.intermediate_size"):
         main.run_stages(config, finished[0])
+
+
+def test_rl_goes_on_without_its_cold_start_unless_a_stage_needs_it(tmp_path, capfd):
+    sizes = {"sft.num_steps": 2, "care.beta": 0.0}
+    main.run_stages(small_config(stages=("sft", "rl"), **sizes, **{"rl.num_steps": 2}), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "sft")
+    config = small_config(stages=("sft", "evaluate", "rl"), **sizes)
+    with pytest.raises(ValueError, match="a stage before RL needs the weights of the cold start"):
+        main.run_stages(config, tmp_path)
+    capfd.readouterr()
+    main.run_stages(small_config(stages=("sft", "rl"), **sizes, **{"rl.num_steps": 3}), tmp_path)
+    printed = capfd.readouterr().out
+    assert "the cold start's checkpoints are gone; RL goes on from its own" in printed
+    assert "sft 0/" not in printed and "rl 2/3" in printed

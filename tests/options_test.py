@@ -1,6 +1,7 @@
 """The options of a run, each through the loop; adapters and exports of whole runs."""
 
 import json
+import shutil
 import zlib
 
 import numpy as np
@@ -193,3 +194,6 @@ def test_adapters_of_both_stages_are_one_beside_the_export(tmp_path):
     )
     change, error = differences()
     assert change > 5e-3 and error < 4e-3
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "sft")
+    with pytest.raises(ValueError, match="the adapters of rl stand on those of sft, and the check"):
+        main.run_stages(config, tmp_path / "run")

@@ -31,7 +31,7 @@ from care_jax.run.run import (
     Run,
     abstract_params,
     abstract_state,
-    check_settings,
+    check_workdir,
     compile_to_decode_layout,
     has_checkpoint,
     make_adamw,
@@ -102,7 +102,7 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
         try:
             example = examples[index]
             prompt = builder.tokenize(example)
-            if stage != "sft" and not builder.fits(prompt):
+            if not builder.fits(prompt):
                 raise Unusable(TOO_LONG, size_of(prompt))
         except Unusable as error:
             left_out.add(error, index)
@@ -182,13 +182,12 @@ def _files(run: Run) -> Iterator[str]:
             f"--workdir must be a folder or one to create, got {workdir}, and {existing} is a "
             "file; choose another --workdir"
         )
+    check_workdir(run, is_dry=True)
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
     yield "config.json, starts.jsonl, metrics.jsonl, tensorboard/"
     yield "report.html, report.jsonl, rollouts.jsonl"
     for stage in (stage for stage in TRAINING if stage in config.stages):
         saved, size = saved_steps(workdir, stage), space.checkpoint_bytes(run, stage)
-        if saved:
-            check_settings(run, stage, max(saved))
         yield (
             f"checkpoints/{stage}/: every {config.checkpoint_every} steps and after the "
             f"last of {config[stage].num_steps}, {_gib(size).strip()} each, the last "

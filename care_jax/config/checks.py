@@ -48,6 +48,12 @@ def check_config(
                 f"stages must name {stage!r} once, got {config.stages}; set {stage}.num_steps "
                 "higher, or train an export (model.path) further in another --workdir"
             )
+    in_order = [stage for stage in config.stages if stage in TRAINING]
+    if in_order != trained:
+        raise ValueError(
+            f"stages must have the cold start ahead of RL, got {config.stages}; to train an "
+            "imitation after RL, set model.path to its export in another --workdir"
+        )
     _check_model(config.model, mesh)
     if config.verifier.reward and "reward" in given:
         raise ValueError(

@@ -59,6 +59,8 @@ def load(path: str) -> ConfigDict:
         advice = f"write --config={ours}{colon}{argument}" if ours.is_file() else "correct the path"
         raise Refused(f"expected --config=FILE.py, got {file!r}, which is no file; {advice}")
     try:
+        if not file.endswith((".py", ".json")):
+            raise Refused(f"expected --config=FILE.py or a run's config.json, got {file!r}")
         if file.endswith(".json"):
             return _of_run(file)
         module = _imported(file)

@@ -42,6 +42,7 @@ _SKIPPED = "freely: how many non-finite updates in a row are skipped"
 _DIVIDED = (
     "freely: how the work of a step is divided; without rl.carry_over results differ by rounding"
 )
+_PACKED = "freely: likewise, but for examples that fit a row under one of the values only"
 _COMPUTED = "freely: how the same values are computed"
 _SPREAD = "freely: how the work is spread over devices and threads"
 _VERIFIED = "freely: how the verifier works"
@@ -209,6 +210,8 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("evaluate.judge_prices", _PRICES, _READ),
     ("export.step", _STEP, _READ),
     ("*.batch_size", "[1, inf)", FIXED),
+    ("sft.row_tokens", "[1, inf)", _PACKED),
+    ("sft.row_patches", "[0, inf)", _PACKED),
     ("*.microbatch_size", "[0, inf)", _DIVIDED),
     ("*.row_tokens", "[1, inf)", _DIVIDED),
     ("*.row_patches", "[0, inf)", _DIVIDED),

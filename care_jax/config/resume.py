@@ -26,7 +26,7 @@ DRAWN_RESPONSES = ("teacher_error", "misread_share", "mixed_errors", "lucky_shar
 # Prefixes of the keys that the weights depend on only if they went through the stage.
 _ONLY_IN = {
     "sft": ("sft.", "data.sft.", *(f"data.{name}" for name in DRAWN_RESPONSES)),
-    "rl": ("rl.", "data.train.", "data.buckets", "verifier.", *(f"{name}." for name in OBJECTIVES)),
+    "rl": ("rl.", "data.train.", "verifier.", *(f"{name}." for name in OBJECTIVES)),
 }
 
 

@@ -40,7 +40,8 @@ def open_prompts(
     if bool(model.path) == bool(fields):
         raise ValueError(
             f"expected either model.path or model.backbone, got path {model.path!r} and "
-            f"{len(fields)} fields of a backbone; set exactly one"
+            f"{len(fields)} fields of a backbone; with a path take a configuration without a "
+            "backbone, such as configs/qwen25vl_3b.py"
         )
     folder = hub.find(model.path, hub.SETTINGS, kind="model") if model.path else None
     backbone = config_json.from_folder(folder) if folder else None  # before the slower tokenizer

@@ -155,10 +155,14 @@ def open_source(
     options = {key: value for key, value in options.items() if value or key in needed}
     for option, value in options.items():
         if option not in takes:
-            raise ValueError(f"source {name!r} takes no {option}, got {value!r}; clear it")
+            reader = "its reader, such as 'jsonl'"
+            advice = f"set source to {reader}, or clear it" if option == "path" else "clear it"
+            raise ValueError(f"source {name!r} takes no {option}, got {value!r}; {advice}")
     defaults = {key: value for key, value in (settings or {}).items() if key in takes}
     source = SOURCES[name](**defaults | options)
     if num_examples and "num_examples" not in takes:
+        if not len(source):
+            raise ValueError(f"source {name!r} must have rows, got none in {options.get('path')!r}")
         if num_examples > len(source):
             raise ValueError(
                 f"num_examples {num_examples} exceeds the {len(source)} rows of "

@@ -161,12 +161,14 @@ def check_settings(run: Run, stage: str, step: int) -> None:
     resume.check(saved, ours, stage=stage, step=step, folder=folder)
 
 
-def check_workdir(run: Run) -> None:
+def check_workdir(run: Run, *, is_dry: bool = False) -> None:
     """Checks that the run can go on from the checkpoints in its workdir.
 
+    If `is_dry`, nothing is changed there; else unfinished saves are deleted.
+
     Raises:
-        ValueError: see `open_checkpoints`; or RL would ignore the cold start in the workdir; or no
-            checkpoint can be written in a folder of that name.
+        ValueError: see `open_checkpoints`; or RL would ignore the cold start in the workdir, or
+            needs it and it is gone; or no checkpoint can be written in a folder of that name.
     """
     _check_name(run.workdir.absolute())
     stages = run.config.stages
@@ -176,9 +178,26 @@ def check_workdir(run: Run) -> None:
             f"ignore, as stages {tuple(stages)} lacks 'sft'; add it (finished steps are not "
             "repeated), or choose another --workdir to start from the weights of model.path"
         )
+    if is_cold_start_gone(run):
+        is_evaluated = stages.index("rl") != stages.index("sft") + 1
+        if run.has_reference_copy or is_evaluated:
+            needs = "a stage before RL" if is_evaluated else "RL's KL term"
+            raise ValueError(
+                f"{needs} needs the weights of the cold start, whose checkpoints are gone from "
+                f"{checkpoint_folder(run, 'sft')}; put them back, or choose another --workdir"
+            )
     for stage in resume.TRAINING:
-        if any(path.name[0].isdecimal() for path in checkpoint_folder(run, stage).glob("*")):
+        if is_dry:
+            if saved := saved_steps(run.workdir, stage):
+                check_settings(run, stage, max(saved))
+        elif any(path.name[0].isdecimal() for path in checkpoint_folder(run, stage).glob("*")):
             open_checkpoints(run, stage).close()
+
+
+def is_cold_start_gone(run: Run) -> bool:
+    """Whether RL has checkpoints, and the cold start before it none any more."""
+    is_before = "sft" in run.config.stages and "rl" in run.config.stages
+    return is_before and has_checkpoint(run, "rl") and not has_checkpoint(run, "sft")
 
 
 def _check_name(folder: pathlib.Path) -> None:

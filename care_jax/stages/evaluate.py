@@ -258,6 +258,8 @@ def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
     prompts = ("min_pixels", "max_pixels", "system_prompt", "instruction", "think_tag")
     return {
         "model": config.model.path,
+        "tokenizer": config.model.tokenizer,
+        "versions": versions(),
         "compute_dtype": config.model.compute_dtype,
         "weights": _digest(np.asarray(checksum.addressable_data(0)).tolist()),
         "max_response_tokens": config.evaluate.max_response_tokens,

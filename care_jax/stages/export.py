@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from care_jax.prompts.release_tokenizer import processor_template
 from care_jax.report.console import print_line
 from care_jax.run import integrity
+from care_jax.run.checkpoint import read_progress
 from care_jax.run.policy import Policy
-from care_jax.run.run import Run
+from care_jax.run.run import Run, checkpoint_folder, saved_steps
 from care_jax.run.weights import Source, restore
 from models import backbone, lora
 from models.release import peft_folder
@@ -54,7 +55,20 @@ def export_adapters(run: Run, source: Source) -> pathlib.Path:
 
     Each stage trains a new adapter on the merged weights of the previous one. The total change is
     the sum of their products: one adapter with the ranks added up.
+
+    Raises:
+        ValueError: the checkpoints of a stage before the last are gone.
     """
+    last = source.stages[-1]
+    step = source.step or max(saved_steps(run.workdir, last))
+    progress = read_progress(checkpoint_folder(run, last), step, run.fingerprint())
+    before = progress.get("settings", {}).get("stages", ())
+    if gone := [stage for stage in before if stage not in source.stages]:
+        raise ValueError(
+            f"the adapters of {last} stand on those of {gone[0]}, and the checkpoints in "
+            f"{checkpoint_folder(run, gone[0])} are gone; put them back, or use the export, which "
+            "has all weights"
+        )
     model, folder = run.config.model, run.workdir / "adapter"
     steps = [(stage, None) for stage in source.stages[:-1]] + [(source.stages[-1], source.step)]
     adapters = [restore(run, stage, step, of=lora.only) for stage, step in steps]

@@ -1,5 +1,6 @@
 """Stages around scripted ones: what each works on and what it hands on; what flags must be."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -194,6 +195,26 @@ def test_a_source_without_rows_is_told_before_the_cold_start(monkeypatch, tmp_pa
     config.data.train = common.source("mixture", parts=parts)
     with pytest.raises(ValueError, match=r"data\.train\.parts\.1 must have rows, got a source 'js"):
         main.run_stages(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("others", "is_same"), [(("a", "b"), True), (("a",), False), (("a", "c"), False)]
+)
+def test_processes_must_have_the_same_rows(monkeypatch, others, is_same):
+    rows = {name: dataclasses.replace(EXAMPLE, id=name) for name in "abc"}
+    first = []
+
+    def gather(value):
+        first.append(value)
+        return [first[0], value]
+
+    monkeypatch.setattr(main.distributed, "gather_json", gather)
+    main._check_same_rows({"evaluate": [rows["a"], rows["b"]]})
+    if is_same:
+        main._check_same_rows({"evaluate": [rows[name] for name in others]})
+    else:
+        with pytest.raises(ValueError, match=r"same rows of data\.test on all processes, got 2, "):
+            main._check_same_rows({"evaluate": [rows[name] for name in others]})
 
 
 EXAMPLE = Example("e", "made", (), "?", "1", response="1")

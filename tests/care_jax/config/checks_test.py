@@ -81,6 +81,7 @@ REFUSED = {
         {"stages": ("rl", "sft", "rl")},
         r"stages must name 'rl' once, .*; set rl\.n",
     ),
+    "a cold start after RL": ({"stages": ("rl", "sft")}, "stages must have the cold start ahead"),
     "more negatives than candidates": (
         {"care.K": 20},
         r"care\.M 6 candidates must hold care\.K 20 .*; add --config\.care\.M=20",

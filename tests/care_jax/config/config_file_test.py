@@ -155,6 +155,12 @@ def test_a_file_that_cannot_be_used_is_named_with_its_own_words(error_of, file, 
 GET_CONFIG = "from configs import tiny\ndef get_config():\n    config = tiny.get_config()\n"
 
 
+def test_a_file_that_is_no_configuration_is_not_run(error_of, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("raise SystemExit")
+    message = error_of(f"--config={tmp_path}/metrics.jsonl")
+    assert "expected --config=FILE.py or a run's config.json, got" in message
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

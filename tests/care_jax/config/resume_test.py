@@ -83,6 +83,7 @@ REFUSED = (
     ("sft", {"data.teacher_error": 0.5}, "data.teacher_error was 0.75, is 0.5"),
     ("sft", {"data.misread_share": 0.5}, "data.misread_share was 0.0, is 0.5"),
     ("sft", {"data.cue_share": 0.0}, "data.cue_share was 0.1, is 0.0"),
+    ("sft", {"data.buckets": ((9, 9),)}, "data.buckets was "),  # prompts that fit none are replaced
 )
 
 
@@ -104,7 +105,7 @@ def test_every_key_that_differs_is_named_also_in_the_parts_of_a_mixture():
 
 def test_the_cold_start_does_not_depend_on_the_rl_stage():
     """Arms of a sweep share it."""
-    changes = {"rl.num_rollouts": 3, "care.s": 0.7, "data.buckets": ((9, 9),)}
+    changes = {"rl.num_rollouts": 3, "care.s": 0.7, "data.train.seed": 9}
     assert refusal(changes, "sft") == "" != refusal(changes, "rl")
 
 

@@ -28,7 +28,7 @@ REFUSED_OPTIONS = [
     ("csv", {}, r"source must be one of synthetic, readings, .*, got 'csv'"),
     ("jsonl", {"subset": "human"}, "source 'jsonl' takes no subset, got 'human'; clear it"),
     ("jsonl", {"teacher_error": 0.5}, "'jsonl' takes no teacher_error, got 0.5; clear it"),
-    ("synthetic", {"path": "x", "num_examples": 1}, "takes no path, got 'x'; clear it"),
+    ("synthetic", {"path": "x", "num_examples": 1}, "takes no path, got 'x'; set source to its re"),
     ("jsonl", {"num_examples": 3}, "num_examples 3 exceeds the 2 rows of .*a.jsonl"),
 ]
 
@@ -38,6 +38,11 @@ def test_wrong_source_or_option_is_refused(rows, name, options, message):
     path = {"path": rows("a.jsonl", {}, {})} if name == "jsonl" else {}
     with pytest.raises(ValueError, match=message):
         open_source(name, **path | options)
+
+
+def test_a_file_without_rows_is_told_whatever_number_is_wanted(rows):
+    with pytest.raises(ValueError, match=r"source 'jsonl' must have rows, got none in .*a\.jsonl"):
+        open_source("jsonl", path=rows("a.jsonl"), num_examples=3)
 
 
 def test_num_examples_of_a_file_are_its_first(rows):

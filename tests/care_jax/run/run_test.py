@@ -179,8 +179,9 @@ def test_a_step_to_export_is_looked_for_in_the_workdir(policy, tmp_path):
 )
 def test_a_workdir_that_checkpoints_cannot_be_read_from_is_refused(run, tmp_path, name, said):
     run = dataclasses.replace(run, workdir=tmp_path / name)
-    if not said:
-        check_workdir(run)
-        return
-    with pytest.raises(ValueError, match=f"^expected a --workdir .*{said}"):
-        check_workdir(run)
+    for is_dry in (True, False):
+        if said:
+            with pytest.raises(ValueError, match=f"^expected a --workdir .*{said}"):
+                check_workdir(run, is_dry=is_dry)
+        else:
+            check_workdir(run, is_dry=is_dry)
