@@ -25,7 +25,6 @@ except ImportError:
 
 from care_jax.config import command_line
 from care_jax.devices.standard_streams import outlive_readers
-from care_jax.run import interrupts
 from experiments.sweep.experiment import Experiment, load_experiment
 from experiments.sweep.figures import write_figure
 from experiments.sweep.measures import columns_of
@@ -149,4 +148,4 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("stopped by Ctrl-C; run the same command to go on", file=sys.stderr)
-        sys.exit(interrupts.STATUS)
+        sys.exit(130)  # as shells report it
