@@ -311,6 +311,31 @@ MUTATIONS = (
          "a response that was not judged is a failure"),
     ),
     *_of(
+        "care_jax/rl/carry_over.py", "carried_over_test.py",
+        ("if any(distributed.gather_json(is_other)):", "if is_other is None:",
+         "unfinished rollouts go on behind other prompts"),
+    ),
+    *_of(
+        "care_jax/method/credit.py", "care_jax/method/credit_test.py",
+        ("(scores.acc == 0) | (scores.acc == 1)", "scores.acc >= 0",
+         "a response that was not judged may be a success by its reward"),
+    ),
+    *_of(
+        "care_jax/method/diagnostics.py", "care_jax/method/diagnostics_test.py",
+        ("np.flatnonzero(raw.is_negative[group])", "np.flatnonzero(subgroup.is_negative[group])",
+         "the signature counts failures that A_raw leaves out"),
+    ),
+    *_of(
+        "care_jax/rl/update_batch.py", "care_jax/rl/update_batch_test.py",
+        ('run.config.rl.old_logp == "sampler":', 'run.config.rl.old_logp == "none":',
+         "the trainer recomputes π_old of all rows under prompt_only"),
+    ),
+    *_of(
+        "care_jax/main.py", "care_jax/main_test.py",
+        ("if any(rows != found[0] for rows in found):", "if any(rows is None for rows in found):",
+         "processes may have different rows"),
+    ),
+    *_of(
         "care_jax/run/run.py", "care_jax/run/run_test.py",
         ("streams.ADAPTERS[stage]", 'streams.ADAPTERS["sft"]',
          "cold start and RL draw the same adapters"),
