@@ -102,6 +102,8 @@ def test_a_run_resumes_with_what_was_in_flight(tmp_path, monkeypatch, changes):
     assert [step["oldest_age"] for step in steps] == [0, 1, 1, 1]
     for step in steps:
         assert sum(step[f"age/{age}"] for age in range(step["oldest_age"] + 1)) == pytest.approx(1)
+        # Nor were newer tokens of older rollouts drawn as the trainer computes, on an older cache.
+        assert step["mismatch/max"] < 1e-6, steps
 
 
 def test_unfinished_rollouts_of_other_prompts_begin_anew(tmp_path, monkeypatch, capfd):

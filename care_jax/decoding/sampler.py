@@ -285,8 +285,8 @@ def visible(slots: Slots) -> tuple[Bool[Array, "B P"], Bool[Array, "B R S"]]:
     """
     size = slots.cache.values[0].shape[-2]
     is_active = slots.rollout < slots.prefix.first.shape[1]
-    age = (slots.num_steps - jnp.arange(size)) % size
-    on_suffix = is_active[..., None] & (age <= slots.num_read[..., None])
+    steps_ago = (slots.num_steps - jnp.arange(size)) % size
+    on_suffix = is_active[..., None] & (steps_ago <= slots.num_read[..., None])
     return slots.prefix.is_valid & is_active.any(1, keepdims=True), on_suffix
 
 

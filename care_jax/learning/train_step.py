@@ -132,8 +132,8 @@ def train_step(
         # The ratio of other tokens (prompts, forced tokens, padding) is 1.
         logp = jnp.where(batch.is_trained, scored, batch.old_logp)
         log_rho = log_ratio(logp, batch.old_logp, batch.is_trained, batch.rows.branch)
-        moved = log_rho, jnp.zeros_like(log_rho), batch.token_advantage
-        terms = batch.row_weight * surrogate(*moved)
+        of_surrogate = log_rho, jnp.zeros_like(log_rho), batch.token_advantage
+        terms = batch.row_weight * surrogate(*of_surrogate)
         if objective.correction != "none":
             assert batch.drawn_logp is not None  # `rl.update_batch` fills it in
             drawn = batch.old_logp, batch.drawn_logp, batch.is_compared, batch.rows.branch
@@ -147,7 +147,7 @@ def train_step(
             else:
                 loss += beta * (batch.row_weight * kl).sum() / total_weight
 
-        clipped, has_credit = clips(*moved), batch.token_advantage != 0
+        clipped, has_credit = clips(*of_surrogate), batch.token_advantage != 0
         is_negative_answer = (batch.token_advantage < 0) & batch.is_answer
         credit = jnp.maximum(batch.row_weight * batch.token_advantage, 0.0)
         ratios = {
