@@ -54,7 +54,7 @@ _PLAIN_NAME = re.compile(
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")
 # 1 3/4 before a symbol is a sum, and in 1/2 x the symbol is no part of the denominator.
 _MIXED = re.compile(r"(?<![\w.^}\]])(\d+) ?\\frac\{(\d{1,9})\}\{(\d{1,9})\}")
-_SLASH = re.compile(r"(?<![\w.)}\]])(\d+)/(\d+)(?= ?(?:[a-zA-Z]|\\(?!times|cdot|div)))")
+_SLASH = re.compile(r"(?<![\w.^)}\]])(\d+)/(\d+)(?= ?(?:[a-zA-Z]|\\(?!times|cdot|div)))")
 _ROOT_OF_BRACKET = re.compile(r"(\\sqrt(?:\[\w\])?) ?\(")
 _CAPITAL_I = re.compile(r"\\[a-zA-Z]+|(I)")
 _INDEXED = re.compile(r"\\[a-zA-Z]+|(?<![\^_])([a-zA-Z])(\d+)(?![\d.])")
