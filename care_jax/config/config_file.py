@@ -40,7 +40,7 @@ class Parser(flags.ArgumentParser):
         """The locked configuration, which has all `keys`; raises `Refused`."""
         config = load(path).lock()
         for key in self._keys:
-            _check_key(config, key)
+            check_key(config, key)
         return config
 
     def flag_type(self) -> str:
@@ -144,7 +144,8 @@ def _section_without(frames: Iterable[tuple[FrameType, int]], error: Exception) 
     return f"no such key: {name!r}.{did_you_mean(nearest_keys(name, section.keys()))}"
 
 
-def _check_key(config: ConfigDict, key: str) -> None:
+def check_key(config: ConfigDict, key: str) -> None:
+    """Raises `Refused` if a configuration has no such key, with those that are like it."""
     try:
         config_path.get_value(key, config)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ try:
 except ImportError:
     sys.exit("error: a sweep draws with matplotlib; run: pip install -e '.[sweep]'")
 
-from care_jax.config import command_line
+from care_jax.config import command_line, config_file
 from care_jax.devices.standard_streams import outlive_readers
 from experiments.sweep.experiment import Experiment, load_experiment
 from experiments.sweep.figures import write_figure
@@ -144,8 +144,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         sys.exit(main())
-    except ValueError as error:
+    except (ValueError, config_file.Refused) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C; run the same command to go on", file=sys.stderr)
-        sys.exit(130)  # as shells report it
+        command_line.exit_interrupted()

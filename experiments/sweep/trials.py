@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from care_jax.config import config_file
 from care_jax.devices.whole_file import write_whole
 from experiments.sweep.experiment import Experiment
 from experiments.sweep.outcome import Outcome
@@ -77,6 +78,7 @@ def plan(
 
     Raises:
         ValueError: the workdir of a trial holds one with other settings.
+        config_file.Refused: a configuration has no such key as one of the overrides.
     """
     known = {
         _key(json.loads(path.read_text(encoding="utf-8"))["settings"]): path.parent
@@ -95,6 +97,8 @@ def plan(
     trials = []
     for seed, arm in itertools.product(seeds, experiment.arms):
         config = experiment.get_config(f"{arm}@{base}")
+        for flag in overrides:
+            config_file.check_key(config, flag.removeprefix("--config.").partition("=")[0])
         plain = json.loads(config.to_json_best_effort())
         settings = {"config": plain | {"seed": seed}, "overrides": sorted(overrides)}
         flags = f"--config={experiment.path}:{arm}@{base}", f"--config.seed={seed}", *overrides

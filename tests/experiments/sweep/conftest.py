@@ -47,7 +47,7 @@ def write_experiment(tmp_path):
 def runs(monkeypatch):
     """Runs that write what a run leaves; returns the commands, in the order they began.
 
-    A flag `--config.fail=<part of a workdir>` makes that run fail.
+    A flag `--config.best_metric=<part of a workdir>` makes that run fail.
     """
     commands = []
 
@@ -55,7 +55,7 @@ def runs(monkeypatch):
         flags = dict(flag.split("=", 1) for flag in command[3:])
         workdir = pathlib.Path(flags["--workdir"])
         commands.append((workdir, flags, settings["env"]))
-        if "--config.fail" in flags and flags["--config.fail"] in str(workdir):
+        if "--config.best_metric" in flags and flags["--config.best_metric"] in str(workdir):
             settings["stdout"].write("Traceback\nerror: too small\n")
             return 1
         stages = flags.get("--config.stages", "")

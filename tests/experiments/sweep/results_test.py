@@ -300,7 +300,7 @@ def test_a_point_keeps_its_seed_where_the_reference_lacks_another(make_outcome, 
 def test_a_failed_run_ends_the_command_with_status_1_and_the_rest_is_tabulated(
     command, tmp_path, capsys
 ):
-    assert command("--seeds=2", "--config.fail=two/seed_1") == 1
+    assert command("--seeds=2", "--config.best_metric=two/seed_1") == 1
     said = capsys.readouterr()
     assert "two/seed_1 ended with status 1: error: too small" in said.err
     assert "| two | 1 | 75.0 | 25.0 | 5.0 |" in said.out

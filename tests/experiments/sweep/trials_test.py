@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from care_jax.config import config_file
 from experiments.sweep import trials
 from experiments.sweep.experiment import load_experiment
 
@@ -126,8 +127,14 @@ def test_a_folder_of_another_configuration_is_refused(sweep):
         sweep(1, overrides=("--config.rl.num_steps=7",))
 
 
+def test_an_override_of_no_key_is_refused_before_a_trial_begins(sweep, runs, tmp_path):
+    with pytest.raises(config_file.Refused, match=r"no such key: --config\.rl\.lr\. Did you mean"):
+        sweep(overrides=("--config.rl.lr=1",))
+    assert not runs and not (tmp_path / "runs").exists()
+
+
 def test_a_failure_is_told_and_the_others_go_on(sweep, runs):
-    planned, failures = sweep(overrides=("--config.fail=two/seed_1",))
+    planned, failures = sweep(overrides=("--config.best_metric=two/seed_1",))
     assert [str(failure) for failure in failures] == [
         f"{planned[4].workdir} ended with status 1: error: too small (whole log: "
         f"{planned[4].workdir}/log.txt)"
@@ -136,7 +143,7 @@ def test_a_failure_is_told_and_the_others_go_on(sweep, runs):
 
 
 def test_a_failed_cold_start_is_told_once_and_its_arms_do_not_begin(sweep, runs):
-    planned, failures = sweep(overrides=("--config.fail=cold_start",), num_processes=1)
+    planned, failures = sweep(overrides=("--config.best_metric=cold_start",), num_processes=1)
     assert len(failures) == len(runs) == 2
     assert not any(trial.is_done for trial in planned)
 
