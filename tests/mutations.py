@@ -153,7 +153,7 @@ MUTATIONS = (
         "care_jax/decoding/sampler.py",
         "care_jax/decoding/sampler_test.py"
         "::test_log_probabilities_are_the_trainers_own_whatever_the_sampling",
-        ("(age <= slots.num_read[..., None])", "(age < slots.num_read[..., None])",
+        ("(steps_ago <= slots.num_read[..., None])", "(steps_ago < slots.num_read[..., None])",
          "a row does not attend to its first token"),
     ),
     *_of(

@@ -124,6 +124,9 @@ def saved(one_device, tmp_path):
 def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, saved):
     for step in ("9", "10", "12.tmp"):
         saved("rl", step)
+    with pytest.raises(ValueError, match="needs the weights of the cold start, whose checkpoints"):
+        said()
+    saved("sft", "400")
     output = said()
     assert "run exists" in output and "kept; resumes from step 10\n" in output
 
