@@ -356,15 +356,15 @@ def _choices(value: Any) -> tuple[str, ...]:
         for choice in value
     )
     labels = [options.label(text) for text in texts]
-    is_labelled = all(labels[i][0] == _LETTERS[i] for i in range(len(labels)))
-    return tuple(rest for _, rest in labels) if is_labelled else texts
+    if "".join(letter for letter, _ in labels) != _LETTERS[: len(labels)]:
+        return texts
+    return tuple(rest for _, rest in labels)  # without their own letters
 
 
 def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:
-    cleaned = notation.clean(answer)
-    if options.choice_letter(cleaned, len(choices)) or options.choice_letters(
-        cleaned, len(choices)
-    ):
+    """Whether an answer is a letter or letters, or equals a choice by text rules."""
+    named = notation.clean(answer), len(choices)
+    if options.choice_letter(*named) or options.choice_letters(*named):
         return True
     outcomes = (answers.compare(answer, choice) for choice in choices)
     return any(isinstance(each, str) and answers.is_equal(each) for each in outcomes)

@@ -155,8 +155,9 @@ def open_source(
     options = {key: value for key, value in options.items() if value or key in needed}
     for option, value in options.items():
         if option not in takes:
-            reader = "its reader, such as 'jsonl'"
-            advice = f"set source to {reader}, or clear it" if option == "path" else "clear it"
+            advice = "clear it"
+            if option == "path":
+                advice = "set source to its reader, such as 'jsonl', or clear it"
             raise ValueError(f"source {name!r} takes no {option}, got {value!r}; {advice}")
     defaults = {key: value for key, value in (settings or {}).items() if key in takes}
     source = SOURCES[name](**defaults | options)

@@ -257,17 +257,17 @@ def _with_outside(before: str, inner: str, after: str) -> str:
         _TEXT.sub(r" \2 ", _DELIMITER.sub("", part)) for part in (before[-200:], after[:200])
     )
     before = _SEPARATOR.split(before)[-1]
-    is_value = _BEFORE_BOX.search(before), _AFTER_BOX.match(after)
+    has_before, has_after = _BEFORE_BOX.search(before), _AFTER_BOX.match(after)
     after = _SEPARATOR.split(after)[0].rstrip()
     if _IS_DENIED.match(after):
         return f"{inner}{after}"
-    if not any(is_value):
+    if not has_before and not has_after:
         is_unit = quantities.split_unit(f"1 {after.strip()}")[0] == "1"
         return f"{inner} {after.strip()}" if is_unit else inner
     if not free_text.NEGATION.search(before) and not free_text.HEDGE.search(before):
         before = _PROSE_BEFORE.sub("", before)
-    before = before if is_value[0] else ""
-    after = _PROSE_AFTER.sub("", after) if is_value[1] else ""
+    before = before if has_before else ""
+    after = _PROSE_AFTER.sub("", after) if has_after else ""
     is_sum = re.search(r"\S ?[-+,]", inner) is not None
     return f"{before}({inner}){after}" if is_sum else f"{before}{inner}{after}"
 
