@@ -121,6 +121,11 @@ def saved(one_device, tmp_path):
     return save
 
 
+def test_a_cold_start_leaves_out_what_fits_no_bucket(said):
+    with pytest.raises(ValueError, match=r"the data of stage 'sft' .* \(64 x prompt fits no bucket"):
+        said(stages=("sft",), **{"data.buckets": ((30, 64),)})
+
+
 def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, saved):
     for step in ("9", "10", "12.tmp"):
         saved("rl", step)

@@ -59,6 +59,7 @@ def test_samples_of_another_benchmark_are_not_believed(benchmark_run, release, a
         ({"w": jnp.arange(3.0)[::-1]}, {}),
         (PARAMS, {"data.instruction": "Think."}),
         (PARAMS, {"model.compute_dtype": "bfloat16"}),
+        (PARAMS, {"model.tokenizer": "another/tokenizer"}),  # whose template makes the prompt
     ],
 )
 def test_samples_of_other_weights_or_settings_are_not_believed(
