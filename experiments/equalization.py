@@ -1,16 +1,22 @@
 """The number of negatives K, with and without equalisation for K' < K.
 
 fig:k_eq_acc_ci and, for the KL, fig:k_eq_kl_ci; the latter needs `care.beta` above 0.
-`k_4_batch` has the mean over the batch's S*, under which prompts of every K' have equal credit.
+`*_batch` have the mean over the batch's S*, under which equalisation gives prompts of every K' equal
+credit. Under the mean over each prompt's S* a prompt with few negatives has more of it already.
 """
 
 from configs.arms import with_arm
 
 ARMS = {
-    f"k_{number}{'' if equalize else '_unequalized'}": {"care.K": number, "care.equalize": equalize}
+    f"k_{number}{mean_suffix}{suffix}": {
+        "care.K": number,
+        "care.mean": mean,
+        "care.equalize": equalize,
+    }
     for number in (2, 4, 6)
-    for equalize in (True, False)
-} | {"k_4_batch": {"care.mean": "batch"}}
+    for mean, mean_suffix in (("prompt", ""), ("batch", "_batch"))
+    for equalize, suffix in ((True, ""), (False, "_unequalized"))
+}
 REFERENCE = "k_4"
 COLUMNS = "acc,gain,lead,kl,benchmarks,decoded_tokens"
 PANELS = "accuracy,kl"
