@@ -1,8 +1,8 @@
 """The number of negatives K, with and without equalisation for K' < K.
 
 fig:k_eq_acc_ci and, for the KL, fig:k_eq_kl_ci; the latter needs `care.beta` above 0.
-`*_batch` have the mean over the batch's S*, under which equalisation gives prompts of every K' equal
-credit. Under the mean over each prompt's S* a prompt with few negatives has more of it already.
+`*_batch` have the mean over the batch's S*, under which equalisation gives prompts of every K'
+equal credit. Under the mean over each prompt's S* a prompt with few negatives has more already.
 """
 
 from configs.arms import with_arm
