@@ -71,8 +71,8 @@ def get_config() -> ConfigDict:
     model.backbone = ConfigDict()  # config.json fields for random weights; needs an empty path
     model.tokenizer = ""  # tokenizer folder; empty: that of model.path, or the built-in one
     model.compute_dtype = "bfloat16"  # dtype of activations and of the weights used in decoding
-    # Attention in training and prefill: "xla"; "kernel", the Pallas kernel for the device (TPU,
-    # GPU); "auto", the kernel if there is one and it agrees with XLA when a stage starts.
+    # Attention: "xla"; "kernel", the Pallas kernels for the device (TPU, GPU), unchecked; "auto",
+    # a kernel if it agrees with XLA when a stage starts, and in decode steps is faster.
     model.attention = "auto"
     model.freeze_vision = False  # (open) True: the vision tower is not trained
     # The next keys trade speed or precision for memory.
@@ -146,7 +146,7 @@ def get_config() -> ConfigDict:
     # Read by `python -m care_jax.commands.prepare`.
     data.prepare = prepare = ConfigDict()
     prepare.sources = ()  # sources to deduplicate, in order; the first of two equal examples stays
-    prepare.benchmarks = ()  # sources whose questions and images are removed from the output
+    prepare.benchmarks = ()  # sources whose images, or questions with like images, are left out
     prepare.near_bits = 20  # images match if at most this many of 144 perceptual-hash bits differ
     prepare.shard_megabytes = 256  # MiB after which an output shard is closed
 
@@ -206,8 +206,8 @@ def get_config() -> ConfigDict:
     # correction_cap, correction_cap]; "none": all weights are 1.
     rl.correction = "none"
     rl.correction_cap = 2.0
-    # Of a sparse model: the trainer computes a response token with the experts that the sampler
-    # chose for it, and not with those that its own router would choose after rounding otherwise.
+    # Routing replay of a mixture of experts: for response tokens the trainer reuses the sampler's
+    # choice of experts, where its own router may round otherwise.
     rl.replay_routes = False
 
     # One section per objective, each with its clip range and KL weight (tab:train_config has those

@@ -182,7 +182,8 @@ def test_the_prompt_shown_is_what_the_model_reads():
 WORDS = {
     "README.md": 900,
     "WORKSPACE.md": 2000,
-    "docs/README.md": 250,
+    "docs/README.md": 270,
+    "docs/coming_from.md": 450,
     "docs/data.md": 1100,
     "docs/evaluation.md": 900,
     "docs/experiments.md": 2500,

@@ -1,7 +1,8 @@
 """Describes what a run would do: `python -m care_jax.main --dry_run --config=...`.
 
 The configuration, the devices, the first tokenised rows of every source, parameters and memory, and
-the files that would be written. No weights are read; nothing is trained or written.
+the files that would be written. No weights are read and nothing is written, but for what a
+hub id downloads.
 """
 
 from __future__ import annotations
