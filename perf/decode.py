@@ -175,18 +175,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", choices=("equal", "lognormal"), default="equal")
     parser.add_argument("--prompts", type=int, help="4, or 16 of log-normal lengths")
-    parser.add_argument("--rollouts", type=int, default=8, help="G")
-    parser.add_argument("--tokens", type=int, default=64, help="of every row, where equal")
+    parser.add_argument("--rollouts", type=int, default=8, help="rollouts per prompt, G")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a response, at equal lengths")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
     parser.add_argument("--slots", type=int, help="prompts in flight; by default for 32 rows")
     parser.add_argument("--repeats", type=int, help="3, or 1 of several steps or with --ours")
-    parser.add_argument("--steps", type=int, default=1, help="in a row")
-    parser.add_argument("--carry_over", type=float, default=1.0, help="with several steps")
-    parser.add_argument("--batches", type=int, nargs="+", help="of prompts, for transformers")
+    parser.add_argument("--steps", type=int, default=1, help="consecutive RL steps")
+    parser.add_argument("--carry_over", type=float, default=1.0, help="rl.carry_over of several steps")
+    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes in prompts that transformers tries")
     parser.add_argument(
-        "--caches", nargs="+", default=("dynamic", "static"), help="for transformers to try"
+        "--caches", nargs="+", default=("dynamic", "static"), help="caches that transformers tries"
     )
-    parser.add_argument("--ours", action="store_true", help="without transformers")
+    parser.add_argument("--ours", action="store_true", help="do not run transformers")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
 

@@ -49,8 +49,10 @@ def run_command(act: Callable[[Reopened], None]) -> None:
     """
     config = config_flags.DEFINE_config_file("config", None, f"Configuration; else {_DEFAULT}.")
     workdir = flags.DEFINE_string("workdir", "runs/repair", "Folder of the run.")
-    stage = flags.DEFINE_enum("stage", "", ["", "start", "sft", "rl"], "Whose last checkpoint.")
-    questions = flags.DEFINE_integer("questions", 512, "Of the training data.", lower_bound=1)
+    text = "Stage whose last checkpoint is read; empty: the last that has one; start: initial weights."
+    stage = flags.DEFINE_enum("stage", "", ["", "start", "sft", "rl"], text)
+    text = "Number of training questions."
+    questions = flags.DEFINE_integer("questions", 512, text, lower_bound=1)
 
     def reopen_and_act() -> None:
         xla_flags.set_defaults(config.value.xla_preset)

@@ -102,17 +102,18 @@ def _print_done(trial: Trial) -> None:
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.sweep",
+        usage="%(prog)s --experiment=FILE [options] [--config.KEY=VALUE ...]",
         description=str(__doc__).splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--experiment", type=pathlib.Path, required=True, default=argparse.SUPPRESS, help="a file")
-    add("--seeds", type=int, default=5, help="how many, from --first_seed on")
-    add("--first_seed", type=int, default=0, help="seeds apart from others, to choose settings on")
-    add("--base", default="tiny", help="file of configs/ the arms stand on")
+    add("--experiment", type=pathlib.Path, required=True, default=argparse.SUPPRESS, help="its file")
+    add("--seeds", type=int, default=5, help="number of seeds")
+    add("--first_seed", type=int, default=0, help="the first seed")
+    add("--base", default="tiny", help="file of configs/ that the arms change")
     add("--processes", type=int, default=1, help="runs at a time")
-    add("--workdir", default="runs/sweep", help="of runs, tables and figures")
+    add("--workdir", default="runs/sweep", help="folder of runs, tables and figures")
     for name, text in (
         ("--arms", "some of the arms, separated by commas"),
         ("--reference", "the arm that leads are over, in place of the experiment's REFERENCE"),
