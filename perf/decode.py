@@ -176,13 +176,13 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("equal", "lognormal"), default="equal")
     parser.add_argument("--prompts", type=int, help="4, or 16 of log-normal lengths")
     parser.add_argument("--rollouts", type=int, default=8, help="rollouts per prompt, G")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of a response, at equal lengths")
+    parser.add_argument("--tokens", type=int, default=64, help="of a response, at equal lengths")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
     parser.add_argument("--slots", type=int, help="prompts in flight; by default for 32 rows")
     parser.add_argument("--repeats", type=int, help="3, or 1 of several steps or with --ours")
     parser.add_argument("--steps", type=int, default=1, help="consecutive RL steps")
-    parser.add_argument("--carry_over", type=float, default=1.0, help="rl.carry_over of several steps")
-    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes in prompts that transformers tries")
+    parser.add_argument("--carry_over", type=float, default=1.0, help="of several steps")
+    parser.add_argument("--batches", type=int, nargs="+", help="prompts per batch of transformers")
     parser.add_argument(
         "--caches", nargs="+", default=("dynamic", "static"), help="caches that transformers tries"
     )

@@ -49,7 +49,7 @@ def run_command(act: Callable[[Reopened], None]) -> None:
     """
     config = config_flags.DEFINE_config_file("config", None, f"Configuration; else {_DEFAULT}.")
     workdir = flags.DEFINE_string("workdir", "runs/repair", "Folder of the run.")
-    text = "Stage whose last checkpoint is read; empty: the last that has one; start: initial weights."
+    text = "Stage whose last checkpoint is read; start: initial weights; empty: the last saved."
     stage = flags.DEFINE_enum("stage", "", ["", "start", "sft", "rl"], text)
     text = "Number of training questions."
     questions = flags.DEFINE_integer("questions", 512, text, lower_bound=1)

@@ -104,10 +104,13 @@ METRICS = (
     ("decoded_tokens", "Tokens sampled since the start of the stage."),
     ("not_judged", "Share of the responses on which the reward function failed."),
     ("verifier/cached", "Verdicts found in the cache."),
-    ("verifier/crashes", "Responses whose verifier process ended: wrong, or with a reward function not judged."),
+    ("verifier/crashes", "Responses whose process ended: wrong, or not judged (reward function)."),
     ("verifier/fast_calls", "Verdicts that needed no computer algebra."),
     ("verifier/symbolic_calls", "Verdicts by computer algebra in a worker process."),
-    ("verifier/timeouts", "Responses whose verdict took too long: wrong, or with a reward function not judged."),
+    (
+        "verifier/timeouts",
+        "Responses past verifier.timeout: wrong, or not judged (reward function).",
+    ),
     ("verifier/*", "A count of the verifier in this step, of all processes."),
     ("left_out/*", "Examples left out for this reason since the start of the process."),
 )

@@ -108,7 +108,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--experiment", type=pathlib.Path, required=True, default=argparse.SUPPRESS, help="its file")
+    add("--experiment", type=pathlib.Path, required=True, default=argparse.SUPPRESS, help="file")
     add("--seeds", type=int, default=5, help="number of seeds")
     add("--first_seed", type=int, default=0, help="the first seed")
     add("--base", default="tiny", help="file of configs/ that the arms change")
