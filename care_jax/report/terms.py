@@ -107,10 +107,7 @@ METRICS = (
     ("verifier/crashes", "Responses whose process ended: wrong, or not judged (reward function)."),
     ("verifier/fast_calls", "Verdicts that needed no computer algebra."),
     ("verifier/symbolic_calls", "Verdicts by computer algebra in a worker process."),
-    (
-        "verifier/timeouts",
-        "Responses past verifier.timeout: wrong, or not judged (reward function).",
-    ),
+    ("verifier/timeouts", "As verifier/crashes, of those beyond verifier.timeout."),
     ("verifier/*", "A count of the verifier in this step, of all processes."),
     ("left_out/*", "Examples left out for this reason since the start of the process."),
 )
