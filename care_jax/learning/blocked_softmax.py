@@ -1,10 +1,10 @@
-"""log π(target) and the entropy of π, and their gradient, by blocks of the vocabulary.
+"""log π(target) with its gradient, and the entropy of π, by blocks of the vocabulary.
 
 The logits of one block of ids exist at a time, for all tokens. A pass over the blocks keeps of each
 token the maximum m so far, Z = Σ exp(l - m), Σ exp(l - m)·(l - m) and the target's logit (online
 softmax, arXiv:1805.02867). The backward pass computes the logits of each block again, for
 
-    ∂ log π_y / ∂ l_v = [v = y] - π_v        ∂ H / ∂ l_v = -π_v (log π_v + H)
+    ∂ log π_y / ∂ l_v = [v = y] - π_v
 
 and adds the gradient of the hidden states in float32. That of a block of the table is complete
 after its step. So each pass reads (under FSDP all-gathers) the table once, and the backward pass
@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from models.backbone import NEVER
@@ -51,6 +50,8 @@ def target_logprobs(
 ) -> Scored:
     """log π(target) and the entropy of π at each token, both in nats, for logits hidden · table.
 
+    The entropy is a metric: it has no gradient.
+
     Args:
         table: the unembedding; read in the dtype of `hidden`.
         hidden: states that predict `targets`, after the final norm.
@@ -59,7 +60,8 @@ def target_logprobs(
         is_never: for ids [W], which have probability 0.
     """
     num_columns = jnp.max(jnp.where(is_wanted.any(0), jnp.arange(1, targets.shape[1] + 1), 0))
-    return _scored(table, hidden, targets, num_columns, is_never)
+    logp, entropy = _scored(table, hidden, targets, num_columns, is_never)
+    return logp, jax.lax.stop_gradient(entropy)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -73,30 +75,23 @@ def _scored_fwd(table: Any, hidden: Any, targets: Any, num_columns: Any, is_neve
     arguments = table.value, hidden.value, targets.value, num_columns.value
     scored, sums = _forward(*arguments, is_never)
     is_trained = () if table.perturbed else None  # a bool would become a tracer
-    return scored, (arguments, scored[1], sums, is_trained)
+    return scored, (arguments, sums, is_trained)
 
 
 def _scored_bwd(is_never: IsNever, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     """The gradients of table and hidden states; none of a frozen table."""
-    (table, hidden, targets, num_columns), entropy, (top, log_total), is_trained = saved
-    of_logp, of_entropy = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    beside = [targets, top, log_total, jnp.zeros_like(top) if of_logp is None else of_logp]
-    if of_entropy is not None:
-        beside += [of_entropy, entropy]
+    (table, hidden, targets, num_columns), (top, log_total), is_trained = saved
+    of_logp, _ = cotangents
 
     def gradients(length: int) -> tuple[Array, Array | None]:
-        x, y, m, log_z, g, *more = (_columns(a, length) for a in (hidden, *beside))
+        beside = hidden, targets, top, log_total, of_logp
+        x, y, m, log_z, g = (_columns(each, length) for each in beside)
         scale = g * jnp.exp(-log_z)
 
         def step(carry, block, ids, start):
             dx, dtable = carry
-            shifted = _logits(x, block, ids, is_never) - m[..., None]
-            weight = jnp.exp(shifted)
+            weight = jnp.exp(_logits(x, block, ids, is_never) - m[..., None])
             dlogits = jnp.where(y[..., None] == ids, g[..., None], 0) - scale[..., None] * weight
-            if more:
-                g_entropy, h = more
-                surprise = shifted - (log_z - h)[..., None]
-                dlogits -= (g_entropy * jnp.exp(-log_z))[..., None] * weight * surprise
             dlogits = dlogits.astype(x.dtype)
             dx += jnp.einsum("BSW,WD->BSD", dlogits, block, preferred_element_type=jnp.float32)
             if dtable is not None:
