@@ -131,30 +131,33 @@ def care_advantages(
     return jnp.where(num_negatives > 0, advantage, 0.0)
 
 
-def grpo_advantages(reward: Float[Array, " G"], *, eps: float, ddof: int = 0) -> Float[Array, " G"]:
-    """A = (r - μ) / (σ + ε) over the whole group; 0 if all rewards are equal.
+def grpo_advantages(
+    reward: Float[Array, " G"], is_in: Bool[Array, " G"], *, eps: float, ddof: int = 0
+) -> Float[Array, " G"]:
+    """A = (r - μ) / (σ + ε) over the group's judged rows, `is_in`; 0 if their rewards are equal.
 
     `ddof` is 0 for the population σ, 1 for the sample σ, as in EasyR1, verl and TRL.
     """
-    return _normalize(reward, jnp.ones(reward.shape, bool), eps=eps, ddof=ddof)
+    return _normalize(reward, is_in, eps=eps, ddof=ddof)
 
 
-def dr_grpo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
-    """A = r - μ over the whole group, exactly 0 if all rewards are equal.
+def dr_grpo_advantages(reward: Float[Array, " G"], is_in: Bool[Array, " G"]) -> Float[Array, " G"]:
+    """A = r - μ over the group's judged rows, `is_in`; exactly 0 if their rewards are equal.
 
     Dividing by σ would weight prompts by their difficulty.
     """
-    reward = reward.astype(jnp.float32)
-    return jnp.where(reward.max() > reward.min(), reward - reward.mean(), 0.0)
+    center, has_spread = _center(reward.astype(jnp.float32), is_in)
+    return jnp.where(is_in & has_spread, reward.astype(jnp.float32) - center, 0.0)
 
 
-def rloo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
-    """Aᵢ = rᵢ - 1/(G-1) · Σ_{j≠i} rⱼ = G/(G-1) · (rᵢ - μ): a leave-one-out baseline.
+def rloo_advantages(reward: Float[Array, " G"], is_in: Bool[Array, " G"]) -> Float[Array, " G"]:
+    """Aᵢ = rᵢ - 1/(n-1) · Σ_{j≠i} rⱼ = n/(n-1) · (rᵢ - μ) over n judged rows, `is_in`.
 
-    The baseline does not depend on rᵢ, so the gradient is unbiased. 0 if all rewards are equal.
+    The leave-one-out baseline does not depend on rᵢ, so the gradient is unbiased. 0 if all rewards
+    are equal.
     """
-    num_rollouts = reward.shape[0]
-    return num_rollouts / (num_rollouts - 1) * dr_grpo_advantages(reward)
+    number = jnp.sum(is_in)
+    return number / jnp.maximum(number - 1, 1) * dr_grpo_advantages(reward, is_in)
 
 
 def overlong_penalty(
@@ -190,7 +193,7 @@ def _normalize(reward, is_in, *, eps, robust=False, ddof=0):
     """
     reward = reward.astype(jnp.float32)
     number = jnp.sum(is_in)
-    center = jnp.sum(reward, where=is_in) / jnp.maximum(number, 1)
+    center, has_spread = _center(reward, is_in)
     variance = jnp.sum((reward - center) ** 2, where=is_in) / jnp.maximum(number - ddof, 1)
     spread = jnp.sqrt(variance)
     if robust:
@@ -201,11 +204,16 @@ def _normalize(reward, is_in, *, eps, robust=False, ddof=0):
         is_defined = robust_spread > 0
         center = jnp.where(is_defined, robust_center, center)
         spread = jnp.where(is_defined, robust_spread, spread)
-    highest = jnp.max(reward, where=is_in, initial=-jnp.inf)
-    lowest = jnp.min(reward, where=is_in, initial=jnp.inf)
     # In float32 the square of a small difference is 0, and ε may be.
-    has_spread = (highest > lowest) & (spread + eps > 0)
-    return jnp.where(is_in & has_spread, (reward - center) / (spread + eps), 0.0)
+    is_defined = is_in & has_spread & (spread + eps > 0)
+    return jnp.where(is_defined, (reward - center) / (spread + eps), 0.0)
+
+
+def _center(reward, is_in):
+    """The mean of the rows in `is_in`, and whether they differ."""
+    center = jnp.sum(reward, where=is_in) / jnp.maximum(jnp.sum(is_in), 1)
+    highest = jnp.max(reward, where=is_in, initial=-jnp.inf)
+    return center, highest > jnp.min(reward, where=is_in, initial=jnp.inf)
 
 
 def _robust_moments(reward, is_in):

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Key
 
 from care_jax.batch import Credit, HostOrDevice, RawAdvantages, Rollouts, Scores, Subgroup
@@ -86,8 +85,12 @@ def success_of(scores: Scores, rule: str) -> Float[HostOrDevice, "B R"]:
     """
     if rule == "acc":
         return scores.acc
-    is_judged = (scores.acc == 0) | (scores.acc == 1)
-    return jnp.where(is_judged, (scores.reward > 0).astype(jnp.float32), scores.acc)
+    return jnp.where(is_judged(scores), (scores.reward > 0).astype(jnp.float32), scores.acc)
+
+
+def is_judged(scores: Scores) -> Bool[HostOrDevice, "B R"]:
+    """False where `Groups.trained_scores` has neither a success nor a failure."""
+    return (scores.acc == 0) | (scores.acc == 1)
 
 
 def care_credit(
@@ -126,12 +129,12 @@ def care_credit(
     in_subgroup = advantage != 0
     num_members = in_subgroup.sum(-1).astype(jnp.float32)
     row_weight, prompt_weight = in_subgroup.astype(jnp.float32), num_members
+    is_trained = is_sampled & is_judged(scores)[..., None]
     if settings.mean == "prompt":
         row_weight = row_weight / jnp.maximum(num_members, 1)[:, None]
         prompt_weight = (num_members > 0).astype(jnp.float32)
     elif settings.mean == "tokens":
-        prompt_weight = is_sampled.sum((1, 2)).astype(jnp.float32)
-    is_trained = is_sampled
+        prompt_weight = is_trained.sum((1, 2)).astype(jnp.float32)
     if settings.kl_rows == "subgroup":
         is_trained = is_trained & in_subgroup[..., None]
     return Credit(
@@ -156,11 +159,9 @@ def care_raw_advantages(
 
 def grpo_credit(rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int) -> Credit:
     """GRPO: the whole group, uniform token weights, mean over sequences of token means."""
-    advantage = jax.vmap(functools.partial(advantages.grpo_advantages, eps=eps, ddof=ddof))(
-        scores.reward
-    )
+    advantages_of = functools.partial(advantages.grpo_advantages, eps=eps, ddof=ddof)
     num_tokens = jnp.maximum(rollouts.is_valid.sum(-1), 1)
-    return _sequence_mean(rollouts, advantage, num_tokens)
+    return _sequence_mean(rollouts, scores, advantages_of, num_tokens)
 
 
 def dr_grpo_credit(rollouts: Rollouts, scores: Scores, *, max_tokens: int) -> Credit:
@@ -168,14 +169,12 @@ def dr_grpo_credit(rollouts: Rollouts, scores: Scores, *, max_tokens: int) -> Cr
 
     A token's weight does not depend on the length of its row.
     """
-    advantage = jax.vmap(advantages.dr_grpo_advantages)(scores.reward)
-    return _sequence_mean(rollouts, advantage, max_tokens)
+    return _sequence_mean(rollouts, scores, advantages.dr_grpo_advantages, max_tokens)
 
 
 def rloo_credit(rollouts: Rollouts, scores: Scores) -> Credit:
     """RLOO: 1/G · Σᵢ Aᵢ · Σ_t. A response is one action: its token log-probabilities are summed."""
-    advantage = jax.vmap(advantages.rloo_advantages)(scores.reward)
-    return _sequence_mean(rollouts, advantage, 1)
+    return _sequence_mean(rollouts, scores, advantages.rloo_advantages, 1)
 
 
 def dapo_credit(
@@ -190,48 +189,39 @@ def dapo_credit(
     penalty = advantages.overlong_penalty(
         num_tokens, max_tokens=max_tokens, cache_tokens=cache_tokens
     )
-    advantage = jax.vmap(functools.partial(advantages.grpo_advantages, eps=eps, ddof=ddof))(
-        scores.reward + penalty
-    )
-    is_kept = jax.vmap(advantages.is_mixed)(scores.acc)[:, None]
+    advantages_of = functools.partial(advantages.grpo_advantages, eps=eps, ddof=ddof)
+    advantage = jax.vmap(advantages_of)(scores.reward + penalty, is_judged(scores))
+    is_kept = jax.vmap(advantages.is_mixed)(scores.acc)[:, None] & is_judged(scores)
     advantage = jnp.where(is_kept, advantage, 0.0)
     return Credit(
         advantage=advantage,
         token_advantage=advantage[..., None] * rollouts.is_valid,
-        row_weight=jnp.broadcast_to(is_kept, advantage.shape).astype(jnp.float32),
+        row_weight=is_kept.astype(jnp.float32),
         prompt_weight=jnp.sum(num_tokens * is_kept, 1).astype(jnp.float32),
         is_trained=rollouts.is_valid & is_kept[..., None],
     )
 
 
-def _sequence_mean(rollouts, advantage, length) -> Credit:
-    """1/G · Σᵢ 1/length · Σ_t over a prompt's rows, then the mean over all prompts."""
-    num_prompts, num_rows = advantage.shape
+def _sequence_mean(rollouts, scores, advantages_of, length) -> Credit:
+    """1/G · Σᵢ 1/length · Σ_t over a prompt's G judged rows, then the mean over all prompts."""
+    is_in = is_judged(scores)
+    advantage = jax.vmap(advantages_of)(scores.reward, is_in)
+    num_rows = jnp.maximum(is_in.sum(1, keepdims=True), 1)
     return Credit(
         advantage=advantage,
         token_advantage=advantage[..., None] * rollouts.is_valid,
-        row_weight=jnp.broadcast_to(1 / (num_rows * length), advantage.shape).astype(jnp.float32),
-        prompt_weight=jnp.ones(num_prompts),
-        is_trained=rollouts.is_valid,
+        row_weight=jnp.where(is_in, 1 / (num_rows * length), 0.0).astype(jnp.float32),
+        prompt_weight=is_in.any(1).astype(jnp.float32),
+        is_trained=rollouts.is_valid & is_in[..., None],
     )
 
 
-def only_of_update(credit: Credit, is_judged: Bool[np.ndarray, "B R"], *, has_kl: bool) -> Credit:
-    """The credit (host) without the rows that must not or cannot change the parameters.
+def with_gradient(credit: Credit) -> Credit:
+    """The credit without training on rows whose advantage is 0, for a loss without a KL term.
 
-    Groups without a verdict also leave the loss's denominator. Rows whose advantage is 0 stay in
-    it; without a KL term they have no gradient, and need not be computed.
+    They stay in its denominator, but have no gradient and need not be computed.
     """
-    is_trained = is_judged[..., None] & credit.is_trained
-    if not has_kl:
-        is_trained &= credit.advantage[..., None] != 0
-    return Credit(
-        advantage=np.where(is_judged, credit.advantage, 0.0),
-        token_advantage=np.where(is_judged[..., None], credit.token_advantage, 0.0),
-        row_weight=credit.row_weight,
-        prompt_weight=np.where(is_judged.any(1), credit.prompt_weight, 0.0),
-        is_trained=is_trained,
-    )
+    return credit.replace(is_trained=credit.is_trained & (credit.advantage != 0)[..., None])
 
 
 def with_reflected_slot(

@@ -23,7 +23,7 @@ from care_jax.data.pipeline import Batches
 from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.learning.train_step import TrainState, train_step
-from care_jax.method.credit import only_of_update
+from care_jax.method.credit import with_gradient
 from care_jax.report.console import show_part
 from care_jax.rl import carry_over
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
@@ -200,5 +200,6 @@ def assign_credit(run: Run, programs: UpdatePrograms, groups: Groups) -> Groups:
         credit = programs.credit(groups.rollouts, *compared)
         raw = programs.raw_advantages(*compared)
     credit, raw = jax.device_get((credit, raw))
-    credit = only_of_update(credit, groups.is_judged, has_kl=bool(run.objective.beta))
+    if not run.objective.beta:
+        credit = with_gradient(credit)
     return dataclasses.replace(groups, credit=credit, raw=raw)

@@ -11,16 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from care_jax.method import advantages as baselines
 from care_jax.method.advantages import (
     care_advantages,
-    dr_grpo_advantages,
-    grpo_advantages,
     is_mixed,
     overlong_penalty,
     raw_advantages,
-    rloo_advantages,
 )
 from care_jax.method.select import Subgroup
+
+
+def _of_all_judged(function):
+    return lambda reward, **options: function(reward, jnp.ones(reward.shape, bool), **options)
+
+
+grpo_advantages = _of_all_judged(baselines.grpo_advantages)
+dr_grpo_advantages = _of_all_judged(baselines.dr_grpo_advantages)
+rloo_advantages = _of_all_judged(baselines.rloo_advantages)
 
 SETTINGS = dict(K=4, s=0.5, s_refl=0.25, delta=0.1, eps=1e-6)
 
@@ -324,6 +331,22 @@ def test_baselines_ignore_order_and_compilation_and_give_equal_rewards_nothing(b
     np.testing.assert_allclose(jax.jit(baseline)(reward), plain, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(baseline(reward[order]), plain[order], rtol=1e-5, atol=1e-7)
     assert baseline(jnp.full(7, 0.1)).tolist() == [0] * 7  # its mean is not 0.1 in float32
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_rows_that_were_not_judged_are_as_if_not_sampled(ddof):
+    """The judged rows of 1, 0, 1, 0, 0.7 have the advantages of a group of their own."""
+    judged = jnp.array([1.0, 0.0, 1.0, 0.0, 0.7])
+    reward = jnp.array([0.54, 1.0, 0.0, 0.54, 1.0, 0.0, 0.7])
+    is_in = jnp.array([False, True, True, False, True, True, True])
+    for function in (
+        functools.partial(baselines.grpo_advantages, eps=1e-6, ddof=ddof),
+        baselines.dr_grpo_advantages,
+        baselines.rloo_advantages,
+    ):
+        found = function(reward, is_in)
+        assert not found[~is_in].any()
+        np.testing.assert_allclose(found[is_in], _of_all_judged(function)(judged), rtol=1e-6)
 
 
 @pytest.mark.parametrize("jit", [False, True])

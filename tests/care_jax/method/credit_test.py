@@ -205,6 +205,10 @@ def test_what_was_not_judged_is_neither_a_success_nor_a_failure(success):
     scores = scores.replace(acc=scores.acc.at[:, 1].set(0.5), reward=scores.acc.at[:, 1].set(0.5))
     subgroup = select(rollouts, scores, success=success)
     assert not (subgroup.anchor == 1).any() and not subgroup.is_negative[:, 1].any()
+    settings = dataclasses.replace(CARE, success=success, mean="tokens", kl_rows="all")
+    out = credit.care_credit(rollouts, scores, subgroup, jnp.zeros(B, bool), settings)
+    assert not out.is_trained[:, 1].any() and not out.advantage[:, 1].any()
+    np.testing.assert_array_equal(out.prompt_weight, [(G - 1) * T] * B)
 
 
 @pytest.mark.parametrize(("success", "has_positive"), [("acc", False), ("reward", True)])
@@ -430,22 +434,38 @@ CREDITS = (
 )
 
 
-@pytest.mark.parametrize("has_kl", [True, False])
-def test_rows_that_cannot_change_the_parameters_are_not_computed(has_kl):
-    """The second group has equal rewards; the third has no verdict, the fourth three."""
-    rollouts, scores = rows(G, [[1, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
+def test_rows_without_an_advantage_are_not_computed_without_a_kl_term():
+    """The second group has equal rewards."""
+    rollouts, scores = rows(G, [[1, 0, 0, 1], [1, 1, 1, 1]])
     whole = credit.grpo_credit(rollouts, scores, eps=1e-6, ddof=1)
-    is_judged = np.ones((4, G), bool)
-    is_judged[2], is_judged[3, 2] = False, False
-    whole = jax.device_get(whole)
-    used = credit.only_of_update(whole, is_judged, has_kl=has_kl)
-    np.testing.assert_array_equal(used.is_trained.any((1, 2)), [True, has_kl, False, True])
-    np.testing.assert_array_equal(used.prompt_weight, [1, 1, 0, 1])
-    np.testing.assert_array_equal(used.is_trained[3].any(-1), [True, True, False, True])
-    for name in ("advantage", "token_advantage"):
-        ours, theirs = getattr(used, name), getattr(whole, name)
-        np.testing.assert_array_equal(ours[is_judged], theirs[is_judged])
-        assert theirs[~is_judged].any() and not ours[~is_judged].any()
+    assert whole.is_trained.any((1, 2)).all()
+    used = credit.with_gradient(whole)
+    np.testing.assert_array_equal(used.is_trained.any((1, 2)), [True, False])
+    np.testing.assert_array_equal(used.prompt_weight, [1, 1])
+
+
+@pytest.mark.parametrize("function", CREDITS)
+def test_responses_that_were_not_judged_are_as_if_not_sampled(function):
+    """A baseline's credit of three judged rows of four is that of a group of three."""
+    rollouts, scores = uneven()
+    hidden = scores.replace(  # as `Groups.trained_scores` has it
+        acc=scores.acc.at[:, 2].set(0.5), reward=scores.reward.at[:, 2].set(0.7)
+    )
+    found, others = function(rollouts, hidden), jnp.array([0, 1, 3])
+    alone = function(*jax.tree.map(lambda x: x[:, others], (rollouts, scores)))
+    for name in ("advantage", "token_advantage", "row_weight", "is_trained"):
+        kept, want = getattr(found, name), getattr(alone, name)
+        np.testing.assert_allclose(kept[:, others], want, rtol=1e-5, atol=1e-7)
+        assert not kept[:, 2].any()
+    np.testing.assert_allclose(found.prompt_weight, alone.prompt_weight)
+
+
+@pytest.mark.parametrize("function", CREDITS)
+def test_groups_without_a_verdict_have_no_weight(function):
+    rollouts, scores = uneven()
+    unknown = jnp.full_like(scores.acc, 0.5)
+    found = function(rollouts, scores.replace(acc=unknown, reward=unknown))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize("function", CREDITS)
