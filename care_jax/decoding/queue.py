@@ -192,7 +192,7 @@ class DecodeQueue:
                 slots = self.programs.share(slots, *map(self._put, shares))
             assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
-                slots = self._keep(slots, kept)
+                slots = self._keep(slots, kept, is_freed=True)
             slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
             buffer.enqueue(sampled, scheduler.uids)
@@ -219,7 +219,7 @@ class DecodeQueue:
     ) -> InFlight:
         """What the step leaves to the next, with as few slots as hold it."""
         if slots is not None and (kept := scheduler.compact()) is not None:
-            slots = self._keep(slots, kept)
+            slots = self._keep(slots, kept, is_freed=True)
         slots = self.put_aside(slots)
         left, rollouts = buffer.left()
         requests, uids = [buffer.requests[i] for i in left], buffer.uids[left]
@@ -251,7 +251,8 @@ class DecodeQueue:
         if kept is None:
             return placed
         placed = dataclasses.replace(placed, num_steps=jnp.copy(placed.num_steps))  # not by `_keep`
-        return self.programs.idle(self._keep(placed, np.maximum(kept, 0)), self._put(kept < 0))
+        placed = self._keep(placed, np.maximum(kept, 0), is_freed=False)
+        return self.programs.idle(placed, self._put(kept < 0))
 
     def _put(self, array: Shaped[np.ndarray, " B"]) -> jax.Array:
         """Puts one number per slot, known to all processes, on the devices."""
@@ -304,23 +305,30 @@ class DecodeQueue:
             _change(arrays, functools.partial(self.programs.pad, axis=axis, size=num_tokens))
         return dataclasses.replace(slots, prefix=dataclasses.replace(prefix, is_valid=is_valid[0]))
 
-    def _keep(self, slots: Slots, kept: Int[np.ndarray, " kept"]) -> Slots:
-        """Keeps some of the slots, or repeats some; see `Scheduler.halve` and `Scheduler.widen`."""
+    def _keep(self, slots: Slots, kept: Int[np.ndarray, " kept"], *, is_freed: bool) -> Slots:
+        """Keeps some of the slots, or repeats some; see `Scheduler.halve` and `Scheduler.widen`.
+
+        `is_freed`: the arrays of `slots` are deleted.
+        """
         num_steps, arrays = slots.num_steps, dataclasses.replace(slots, num_steps=None)
         leaves, structure = jax.tree.flatten(arrays)
-        del slots, arrays
         placed = self._put(kept)
-        _change(leaves, lambda x: self.programs.keep(x, placed))
+        _change(leaves, lambda x: self.programs.keep(x, placed), is_freed=is_freed)
         return dataclasses.replace(jax.tree.unflatten(structure, leaves), num_steps=num_steps)
 
 
-def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> None:
+def _change(
+    arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array], *, is_freed: bool = True
+) -> None:
     """Replaces each array by the program's result, in the same sharding.
 
-    One array at a time, so that no second copy of the whole cache exists.
+    One array at a time, each deleted after it (`is_freed`), so that no second copy of the whole
+    cache exists.
     """
     for i, array in enumerate(arrays):
         arrays[i] = jax.device_put(function(array), array.sharding)
+        if is_freed:
+            array.delete()
 
 
 def _gather_waiting(

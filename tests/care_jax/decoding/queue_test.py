@@ -97,11 +97,19 @@ def answer(params, ending, requests):
             clocks.append(int(result[-1][-1]))
             return result
 
-        ask.queue.programs = dataclasses.replace(ask.queue.programs, advance=counted)
+        keep, halved = ask.queue.programs.keep, []
+
+        def noted(array, kept):
+            assert all(array.is_deleted() for array in halved)  # one at a time
+            halved.append(array)
+            return keep(array, kept)
+
+        ask.queue.programs = dataclasses.replace(ask.queue.programs, advance=counted, keep=noted)
         begun = []  # when the host's other work was called
         ask.queue.meanwhile = lambda: begun.append(len(clocks) - 1)
         answered = ask(requests, RNG)
         assert begun == [*range(1, len(clocks))]
+        assert halved or mesh is not None
         return answered, ask.queue, np.diff(clocks).tolist()
 
     return answer
