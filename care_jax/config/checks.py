@@ -170,6 +170,13 @@ def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, st
         yield "rl.correction_cap", why
     if not config.rl.carry_over:
         yield "rl.max_age", "without rl.carry_over; leave it out or set that above 0"
+        if "rollouts" in config.model.offload:
+            yield "model.offload", "on 'rollouts' without rl.carry_over; leave them out"
+    if "reference" in config.model.offload:
+        if not config[objective].beta:
+            yield "model.offload", f"on 'reference' without {objective}.beta; leave it out"
+        elif config.model.lora_rank:
+            yield "model.offload", "on 'reference' with LoRA, which has no copy; leave it out"
     teaches_cue = "sft" in config.stages and config.data.cue_share
     for name, why in _unread_of(objective, config[objective]):
         if not (name == "cue" and teaches_cue):
@@ -208,6 +215,8 @@ def _unread_of(objective: str, section: ConfigDict) -> Iterator[tuple[str, str]]
     if section.get("rule", "nearest_diverse") != "nearest_diverse":
         why = f"under {objective}.rule {section.rule!r}; leave it out or set that to "
         yield "M", f"{why}'nearest_diverse'"
+    if not section.beta and section.get("mean") != "tokens":
+        yield "kl_rows", f"without {objective}.beta; leave it out or set that above 0"
     mode = section.get("reflect_mode")
     unread = {"no_cue": ("cue",), "resample": ("cue", "max_context", "reflect_credit")}
     why = f"under {objective}.reflect_mode {mode!r}; leave it out or set that to 'cue'"

@@ -236,6 +236,21 @@ REFUSED = {
         {"model.lora_rank": 4, "model.freeze_vision": False},
         r"model\.freeze_vision has no effect with model\.lora_rank, which",
     ),
+    "the KL's rows without a KL": (
+        {"care.kl_rows": "all", "care.beta": 0.0},
+        r"care\.kl_rows has no effect without care\.beta",
+    ),
+    **{
+        f"offloaded {name}": (
+            {"model.offload": (what,), **changes},
+            rf"model\.offload has no effect on '{what}' with",
+        )
+        for name, what, changes in (
+            ("rollouts that are not carried over", "rollouts", {"rl.carry_over": 0.0}),
+            ("reference without a KL", "reference", {"care.beta": 0.0}),
+            ("reference of adapters", "reference", {"care.beta": 0.1, "model.lora_rank": 4}),
+        )
+    },
     "candidates that the rule does not take": (
         {"care.rule": "nearest", "care.M": 5},
         r"care\.M has no effect under care\.rule 'nearest'",
@@ -301,7 +316,7 @@ def test_objective_takes_its_own_keys_and_no_others(objective):
         for key in common.get_config()[section]:
             options = {"overridden": [f"{section}.{key}"]}
             if section == objective:
-                check({"rl.objective": objective}, **options)
+                check({"rl.objective": objective, f"{objective}.beta": 0.02}, **options)
                 continue
             with pytest.raises(ValueError, match=f"config.{section}.{key} has no effect under"):
                 check({"rl.objective": objective}, **options)
