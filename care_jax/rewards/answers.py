@@ -199,6 +199,7 @@ def _compare_choice(
 
 
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
+    prediction, gold = formulas.align(prediction, gold, limits.units_matter)
     for _ in range(_MAX_UNITS):
         if prediction == gold:
             return "equal: same text"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 
-from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence import notation, quantities
 
 _MAX_CHARS = 400
 _MAX_DEPTH = 12  # of nested brackets
@@ -64,6 +64,11 @@ _TRIGONOMETRIC = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?!
 _ANGLE = re.compile(
     r"(\d+(?:\.\d+)?|\\?[a-zA-Z]+|\([^()]*\)|\\frac\{[^{}]*\}\{[^{}]*\}) ?(?:degrees?|deg)(?![a-z])"
 )
+_RADIANS = r"(\\frac{\1 \\pi}{180})"
+
+# `30^0` beside degrees, and degrees in a formula before its end, which are not those of `25 ° C`.
+_POWER_OF_ZERO = re.compile(r"(?<=[\d)]) ?\^ ?0(?!\d)")
+_INNER_DEGREES = re.compile(r" ?degrees ?(?=[-+*/(){}]|\\(?:times|cdot))")
 
 # The parser would differentiate, and every rate is 0 for it.
 _DERIVATIVE = re.compile(
@@ -106,6 +111,31 @@ def has_variable(text: str) -> bool:
     return _LETTER.search(text) is not None
 
 
+def align(one: str, other: str, units_matter: bool) -> tuple[str, str]:
+    """Both texts with angles in one notation, as the two together show it.
+
+    Degrees are multiples of π beside one. A formula may omit them, as `180 - 2x` does, unless a
+    trigonometric function needs them.
+    """
+    if "degrees" not in one + other:
+        return one, other
+    one, other = (_POWER_OF_ZERO.sub(" degrees", text) for text in (one, other))
+    units = {quantities.split_unit(text)[1] for text in (one, other)} - {"", "degrees"}
+    if units - {"rad"}:
+        return one, other
+    if {("degrees" in each, "\\pi" in each) for each in (one, other)} == {
+        (True, False),
+        (False, True),
+    }:
+        return _ANGLE.sub(_RADIANS, one), _ANGLE.sub(_RADIANS, other)
+    if units or units_matter or "\\pi" in one + other or _TRIGONOMETRIC.search(one + other):
+        return one, other
+    one, other = (
+        _INNER_DEGREES.sub("", text) if has_variable(text) else text for text in (one, other)
+    )
+    return one, other
+
+
 def same_figure(one: str, other: str) -> bool | None:
     """Whether two names by corners, such as `\\angle ABC`, name the same; None for other texts."""
     name, other_name = _FIGURE.fullmatch(one), _FIGURE.fullmatch(other)
@@ -139,7 +169,7 @@ def as_latex(text: str) -> str:
     text = _SLASH.sub(r"\\frac{\1}{\2}", text)
     text = _MIXED.sub(_mixed_number, text).replace("\\lg", "\\log_{10}")
     if _TRIGONOMETRIC.search(text):  # degrees are the unit of its argument
-        text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text)
+        text = _ANGLE.sub(_RADIANS, text)
     if "," not in text:
         text = _BRACKETS_SIDE_BY_SIDE.sub(r"\1 \\cdot ", text)
     return text

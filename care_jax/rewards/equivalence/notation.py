@@ -156,7 +156,11 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\langle(?![a-z]) ?([^<>]*) ?\\rangle(?![a-z])", r"(\1)"),
     (r" ?\( ?(?:approximately|approx\.?|about|\\approx) ([^()]*)\)$", r" \\approx \1"),
     (r"\{ ?\}(?=\^)", ""),
-    (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\(?:text)?degree(?![a-z])", " degrees "),
+    (
+        r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\(?:text)?degree(?![a-z])"
+        r"|(?<=[\d)]) ?\^ ?(?:[oO](?![a-zA-Z])|\{ ?[oO] ?\})",
+        " degrees ",
+    ),
     (r"\\?%|(?<![a-zA-Z])(?:per ?cent(?:age points?)?|pct)(?![a-zA-Z])", "%"),
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),

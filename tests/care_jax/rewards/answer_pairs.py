@@ -302,6 +302,13 @@ EQUAL = [
     ("18 to 24", "18-24"),
     ("\\boxed{5} is the answer", "5"),
     ("\\boxed{5}, not 4", "5"),
+    # degrees as a raised o, beside others, in formulas and beside multiples of pi
+    ("45", "45^o"),
+    ("60°", "60^{\\rm o}"),
+    ("30^{\\text{o}}", "30^\\circ"),
+    ("30^0", "30^\\circ"),
+    ("180-2\\alpha", "180^\\circ - 2\\alpha"),
+    ("180^\\circ(n-2)", "180(n-2)"),
 ]
 DIFFERENT = [
     ("101₂", "1012"),
@@ -534,6 +541,10 @@ DIFFERENT = [
     ("5 kWh", "5 kW·h"),
     ("\\boxed{5} is wrong", "5"),
     ("\\boxed{B} is not correct", "B"),
+    # degrees as a raised o, beside others, in formulas and beside multiples of pi
+    ("45^{o}", "45 cm"),
+    ("60^o", "45^o"),
+    ("360 degrees", "2\\pi cm"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -595,6 +606,13 @@ ASKED_EQUAL = [
     ("\\lg 100", "2"),
     ("10\\sqrt{3} (approximately 17.32)", "10\\sqrt{3}"),
     ("6 × 4", "24"),
+    # degrees as a raised o, beside others, in formulas and beside multiples of pi
+    ("60^\\circ+\\alpha", "\\alpha+60^\\circ"),
+    ("90°-x°", "(90-x)^\\circ"),
+    ("90-\\frac12 x", "\\frac{180^\\circ - x}{2}"),
+    ("30^\\circ", "\\frac{\\pi}{6}"),
+    ("\\frac{\\pi}{2}-\\alpha", "90^\\circ - \\alpha"),
+    ("(2, 30°)", "(2, \\frac{\\pi}{6})"),
 ]
 ASKED_DIFFERENT = [
     ("3ABC", "3"),
@@ -669,6 +687,13 @@ ASKED_DIFFERENT = [
     ("\\sqrt{\\boxed{5}}", "5"),
     ("½x", "\\frac{1}{2x}"),
     ("10\\sqrt{3} (approximately 17.32)", "17"),
+    # degrees as a raised o, beside others, in formulas and beside multiples of pi
+    ("30^0", "30"),
+    ("x^o", "x"),
+    ("180-\\alpha", "180^\\circ - 2\\alpha"),
+    ("(180-x) cm", "180^\\circ - x"),
+    ("\\sin(30+x)", "\\sin(30°+x)"),
+    ("60^\\circ", "\\frac{\\pi}{6}"),
 ]
 
 
