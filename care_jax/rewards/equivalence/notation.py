@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator
 
-from care_jax.rewards.equivalence import free_text, quantities
+from care_jax.rewards.equivalence import free_text, number_words, quantities
 
 MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
 _MAX_ITEMS = 64  # of a list
@@ -307,7 +307,9 @@ def key(text: str) -> str:
     The case of symbols is kept, that of words is not.
     """
     # A space between two digits is kept: it separates two numbers.
-    text = _LOOSE_SPACE.sub("", free_text.fold_words(text).replace("$", ""))
+    text = free_text.fold_words(text)
+    text = number_words.ORDINALS.get(text.replace(" ", "-"), text)
+    text = _LOOSE_SPACE.sub("", text.replace("$", ""))
     while len(text) > 2 and text[0] + text[-1] in _PAIRS:
         text = text[1:-1]
     text = _INDEX.sub(r"\1\2", text) if "_" in text else text  # x_1 is x1, and CO_2 is CO2

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
+from care_jax.rewards.equivalence.number_words import PARTS, SCALES, in_digits
+
 _MAX_BRACKETS = 12  # around a number
 _MAX_DIGITS = 60  # limit on digits and on |power of ten|, so that Fractions stay small
 _MAX_SCALES = 3  # words such as "million" after a number
@@ -23,17 +25,12 @@ _SLASH = re.compile(rf" ?/ ?({_DECIMAL})(?![a-zA-Z])")
 _MIXED = re.compile(r"(\d+) (\d+)/(\d+)")
 _REPEATING = re.compile(r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{?(\d{1,20})\}?")
 _LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_PARTS = {  # without the plural s
-    "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6,
-    "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "eleventh": 11, "twelfth": 12,
-    "sixteenth": 16, "twentieth": 20, "hundredth": 100,
-    **{f"{scale}th": size for scale, size in _SCALES.items()},
-}  # fmt: skip
-_SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
+_SCALES = SCALES | {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
 _SHORT_SCALES = {"k": 10**3, "m": 10**6, "mn": 10**6, "b": 10**9, "bn": 10**9}
 _SHORT_SCALE = re.compile(r" ?(mn|bn|[kmb])(?![a-z])\s*", re.IGNORECASE)
-_SCALE = re.compile(rf"(?:({'|'.join(_SCALES)})|({'|'.join(_PARTS)}))s?(?![a-zA-Z])\s*")
+_SCALE = re.compile(
+    rf"(?:({'|'.join(_SCALES)})|({'|'.join(PARTS)}))s?(?![a-zA-Z])\s*", re.IGNORECASE
+)
 _UNITS = {
     "degrees": "degrees degree deg 度",
     "cm": "cm centimeter centimeters centimetre centimetres 厘米", "dm": "dm 分米",
@@ -150,7 +147,7 @@ class Number(NamedTuple):
 @functools.lru_cache(maxsize=16384)  # rollouts of one question often give the same answer
 def read_number(text: str) -> Number | None:
     """Parses a cleaned text that is a number as a whole; None for any other text."""
-    text = text.strip()
+    text = in_digits(text.strip())
     for _ in range(_MAX_BRACKETS):
         if len(text) > 2 and text[0] == "(" and text[-1] == ")" and "," not in text:
             text = text[1:-1].strip()  # (1,234) is a point
@@ -168,7 +165,7 @@ def read_number(text: str) -> Number | None:
     for _ in range(_MAX_SCALES):
         if scale := _SCALE.match(tail):
             whole, part = scale.groups()
-            value = value * _SCALES[whole] if whole else value / _PARTS[part]
+            value = value * _SCALES[whole.lower()] if whole else value / PARTS[part.lower()]
             tail = tail[scale.end() :]
     if (scale := _SHORT_SCALE.match(tail)) and (currency or len(scale.group(1)) == 2):
         value, tail = value * _SHORT_SCALES[scale.group(1).lower()], tail[scale.end() :]
