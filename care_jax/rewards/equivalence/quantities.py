@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from care_jax.rewards.equivalence.number_words import PARTS, SCALES, in_digits
+from care_jax.rewards.equivalence.units import CURRENCIES, SIZES_OF_UNITS, UNIT_NAMES, UNITS
 
 _MAX_BRACKETS = 12  # around a number
 _MAX_DIGITS = 60  # limit on digits and on |power of ten|, so that Fractions stay small
@@ -31,63 +32,10 @@ _SHORT_SCALE = re.compile(r" ?(mn|bn|[kmb])(?![a-z])\s*", re.IGNORECASE)
 _SCALE = re.compile(
     rf"(?:({'|'.join(_SCALES)})|({'|'.join(PARTS)}))s?(?![a-zA-Z])\s*", re.IGNORECASE
 )
-_UNITS = {
-    "degrees": "degrees degree deg 度",
-    "cm": "cm centimeter centimeters centimetre centimetres 厘米", "dm": "dm 分米",
-    "m": "m meter meters metre metres 米", "mm": "mm millimeter millimeters 毫米",
-    "μm": "μm micrometer micrometers", "nm": "nm nanometer nanometers",
-    "km": "km kilometer kilometers kilometre kilometres 公里", "in": "in inch inches",
-    "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-    "kg": "kg kilogram kilograms 公斤", "Mg": "Mg", "g": "g gram grams 克",
-    "mg": "mg milligram milligrams 毫克",
-    "lb": "lb lbs pound pounds",
-    "rad": "rad radian radians", "ns": "ns nanosecond nanoseconds",
-    "μs": "μs microsecond microseconds", "ms": "ms millisecond milliseconds",
-    "s": "s sec secs second seconds 秒",
-    "min": "min mins minute minutes 分钟", "h": "h hr hrs hour hours 小时",
-    "day": "day days 天", "week": "week weeks",
-    "l": "L l liter liters litre litres 升", "ml": "mL ml 毫升", "oz": "oz ounce ounces",
-    "": "unit units",
-    "square": "square sq", "cubic": "cubic", "per": "per",
-    "mi per h": "mph", "km per h": "kph", "N m": "Nm",
-    "$": "$ US$ USD dollar dollars", "cents": "¢ cent cents", "€": "€ EUR euro euros",
-    "£": "£ GBP", "¥": "¥ CNY RMB 元", "Rs": "₹ Rs Rs. INR rupee rupees",
-    "C": "C celsius", "F": "F fahrenheit", "K": "K kelvin kelvins",
-    "KB": "KB", "MB": "MB", "GB": "GB", "TB": "TB", "'": "'", '"': '" \'\'',
-}  # fmt: skip
-# Units with prefixes, such as kW, and their names without one.
-_PREFIXES = {"m": 1, "": 10**3, "k": 10**6, "M": 10**9, "G": 10**12}
-_PREFIXED = {
-    "N": "newton newtons", "J": "joule joules", "W": "watt watts", "V": "volt volts",
-    "A": "amp amps ampere amperes", "Ω": "ohm ohms", "Hz": "hertz", "Pa": "pascal pascals",
-    "eV": "", "Wh": "",
-}  # fmt: skip
-_UNITS |= {f"{prefix}{unit}": f"{prefix}{unit}" for unit in _PREFIXED for prefix in _PREFIXES}
-_UNITS |= {unit: f"{unit} {names}" for unit, names in _PREFIXED.items()}
-_UNIT_NAMES = {alias: name for name, aliases in _UNITS.items() for alias in aliases.split()}
-_LOWER_UNIT_NAMES = {alias.lower(): name for alias, name in _UNIT_NAMES.items()}
-_CURRENCIES = ("$", "€", "£", "¥", "Rs")
-# The size of each unit, in the smallest unit of its group.
-_SIZES_OF_UNITS = (
-    {"nm": 1, "μm": 10**3, "mm": 10**6, "cm": 10**7, "dm": 10**8, "m": 10**9, "km": 10**12},
-    {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
-    {"oz": 1, "lb": 16},
-    {"mg": 1, "g": 1000, "kg": 10**6, "Mg": 10**9},
-    {"ns": 1, "μs": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9,
-     "day": 86400 * 10**9, "week": 604800 * 10**9},
-    {"ml": 1, "l": 1000},
-    *({f"{prefix}{unit}": size for prefix, size in _PREFIXES.items()} for unit in _PREFIXED),
-    {"cents": 1, "$": 100},
-    {"cents": 1, "€": 100},
-    # A name or sign that stands for several units.
-    {"£": 1, "lb": 1}, {"¥": 1, "yen": 1}, {"¥": 1, "yuan": 1},
-    {"degrees": 1, "C": 1}, {"degrees": 1, "F": 1},
-    {"'": 1, "ft": 1}, {"'": 1, "min": 1}, {'"': 1, "in": 1}, {'"': 1, "s": 1},
-)  # fmt: skip
+_LOWER_UNIT_NAMES = {name.lower(): unit for name, unit in UNIT_NAMES.items()}
 # Other units of three or four letters; any other such word directly after a number is a product.
-_SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "cal", "psi", "bar", "torr",
-                "lux", "amu", "kip", "rpm", "bpm", "fps", "bit", "bits", "byte", "yuan", "euro",
-                "yen", "rmb", "gal", "cups", "pcs", "ppm", "ton", "tons", "atm", "kcal",
+_SHORT_UNITS = ("psi", "ksi", "bar", "torr", "lux", "amu", "kip", "bpm", "fps", "bit", "bits",
+                "byte", "yuan", "yen", "rmb", "cups", "pcs", "ppm", "ton", "tons", "atm",
                 "mmhg")  # fmt: skip
 # Plurals, short units, words after a unit, and what is counted in Chinese.
 _COUNTED = re.compile(
@@ -113,15 +61,21 @@ _VAGUE = re.compile(
     r"(?:s|ths?|teen(?:s|ths?)?|t(?:y|ies|ieths?))?"
 )
 # Directly after a number, three or four letters and capitals are a product of variables.
-_ATTACHED = {*_SHORT_UNITS, *(alias for alias, name in _UNIT_NAMES.items()
+_ATTACHED = {*_SHORT_UNITS, *(alias for alias, name in UNIT_NAMES.items()
                               if name != alias or not alias.isupper())}  # fmt: skip
 _PRODUCT = re.compile(
     rf"(?!(?:{'|'.join(map(re.escape, _ATTACHED))})$)(?:[a-z]{{3,4}}|[A-Z]{{1,4}})"
 )
 _INVERSE = re.compile(r"([^\W\d_]+) ?\^ ?\{? ?-(\d) ?\}?")
+_SYMBOL = "|".join(sorted((name for name in UNIT_NAMES if name.isalpha() and len(name) < 4),
+                          key=len, reverse=True))  # fmt: skip
+_TWO_SYMBOLS = re.compile(rf"({_SYMBOL})({_SYMBOL})")
 _UNIT_NOTATION = ((" ^", "^"), ("^1", ""), ("/", " per "), (".", " "), ("\\cdot", " "), ("(", ""),
-                  (")", ""), ("\\Omega", "Ω"), ("\\mu ", "μ"), (" squared", "^2"),
-                  (" cubed", "^3"), ("平方", "square "), ("立方", "cubic "))  # fmt: skip
+                  (")", ""), (" squared", "^2"), (" cubed", "^3"), ("平方", "square "),
+                  ("立方", "cubic "))  # fmt: skip
+_OHM = re.compile(r"(?:(?<![^\W\d_])([mkMG]) ?)?\\Omega(?![a-z]) ?")
+_HYPHEN = re.compile(r"(?<=[^\W\d_])-(?=[^\W\d_])")
+_TEMPERATURE = re.compile(r"deg(?:rees?)? ?(?=(?:C|F|celsius|fahrenheit)(?![a-z]))", re.IGNORECASE)
 _UNIT_WORD = re.compile(
     r"([^\W\d_]+|[$€£¥₹¢\"]|'{1,2})(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$"
 )
@@ -155,7 +109,7 @@ def read_number(text: str) -> Number | None:
     body = text[1:] if text[:1] in ("-", "+") else text
     sign = _CURRENCY.match(body)
     assert sign  # it may be empty
-    currency = _UNIT_NAMES.get(sign.group(1), "")
+    currency = UNIT_NAMES.get(sign.group(1), "")
     body = body[sign.end() :]
     read = _read_magnitude(body)
     if read is None:
@@ -222,7 +176,8 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
     """
     if text.startswith("\\cdot"):  # a product
         return None
-    text = _INVERSE.sub(r" per \1^\2", text)
+    text = _TEMPERATURE.sub("", _OHM.sub(r"\1Ω ", re.sub(r"\\mu(?![a-z]) ?", "μ", text)))
+    text = _INVERSE.sub(_per, _HYPHEN.sub(" ", text))
     for written, plain in _UNIT_NOTATION:
         text = text.replace(written, plain)
     names: list[str] = []
@@ -234,7 +189,7 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
         lower = match.group(1).lower()
         if lower in _NOT_UNITS or _VAGUE.fullmatch(lower):
             return None
-        name = _UNIT_NAMES.get(match.group(1))
+        name = UNIT_NAMES.get(match.group(1))
         if name is None:
             # One or two letters are a variable, unless they are a known unit.
             if len(lower) < 3 and lower.isascii():
@@ -242,7 +197,7 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
             name = _LOWER_UNIT_NAMES.get(lower, lower)
         is_counted = (
             is_one
-            or (name in _UNITS and name not in ("square", "cubic", "per"))
+            or (name in UNITS and name not in ("square", "cubic", "per"))
             or names[-1:] == ["per"]
             or _COUNTED.fullmatch(lower) is not None
         )
@@ -250,8 +205,20 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
         if power and name != name.lower():  # in mV^2 the V is a variable
             return None
         names.append({"2": "square ", "3": "cubic ", None: ""}[power] + name)
-    unit = " ".join(names).replace("degrees C", "C").replace("degrees F", "F")
+    if "per" in names:  # J/(kg K) is J/kg/K
+        first = names.index("per")
+        below = sorted(name for name in names[first:] if name != "per")
+        names[first + 1 :] = ["square s"] if below == ["s", "s"] else below
+    unit = " ".join(names).replace("W h", "Wh").strip()
     return unit if len(names) <= 5 and is_counted else None
+
+
+def _per(inverse: re.Match) -> str:
+    """`s^{-1}` as ` per s^1`. In `ms^{-1}` and `kgm^{-3}` it is of the last of two symbols."""
+    word, power = inverse.groups()
+    two = _TWO_SYMBOLS.fullmatch(word) if word in ("ms", "Nm") or word not in UNIT_NAMES else None
+    top, bottom = two.groups() if two else ("", word)
+    return f"{top} per {bottom}^{power}"
 
 
 def is_close(
@@ -303,7 +270,7 @@ def is_close(
 def _conversion(unit: str, other: str) -> Fraction | None:
     """Factor from `unit` to `other`; None if they measure different quantities."""
     short, long = sorted((unit, other), key=len)
-    if short in _CURRENCIES and long.startswith(f"{short} ") and long[len(short) :].islower():
+    if short in CURRENCIES and long.startswith(f"{short} ") and long[len(short) :].islower():
         return Fraction(1)  # $60 per month for $60, but not $5 K for $5
     if " per " in unit and " per " in other:
         tops, bottoms = zip(unit.split(" per ", 1), other.split(" per ", 1), strict=True)
@@ -321,7 +288,7 @@ def _conversion(unit: str, other: str) -> Fraction | None:
 
 def sizes_of(units: Iterable[str]) -> dict[str, int] | None:
     """The sizes of all units of one quantity; None if the given ones measure different ones."""
-    return next((sizes for sizes in _SIZES_OF_UNITS if sizes.keys() >= set(units)), None)
+    return next((sizes for sizes in SIZES_OF_UNITS if sizes.keys() >= set(units)), None)
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -337,11 +304,11 @@ def split_unit(text: str) -> tuple[str, str]:
     return (text, "") if unit is None else (text[: match.start()].strip(), unit)
 
 
-_DEGREES = _UNITS["degrees"].split()
+_DEGREES = [name for name, unit in UNIT_NAMES.items() if unit == "degrees"]
 _ANGLE = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)[^=,]*$")
-_NOT_AT_END = ("per", "square", "sq", "cubic", "'", "''", '"')
+_NOT_AT_END = ("per", "square", "sq", "cubic", "cu", "'", "''", '"')
 _ALIASES = sorted(
-    (alias for alias in _UNIT_NAMES if alias not in _NOT_AT_END), key=len, reverse=True
+    (alias for alias in UNIT_NAMES if alias not in _NOT_AT_END), key=len, reverse=True
 )
 _UNIT_AT_END = re.compile(
     r"(?<=[\w})\])] )(?:square |cubic |sq )?(?:" + "|".join(map(re.escape, _ALIASES)) + r")"

@@ -329,6 +329,36 @@ EQUAL = [
     ("twenty-first", "21st"),
     ("zero", "0"),
     ("one and two", "1, 2"),
+    # units with prefixes, in words, compact and with hyphens
+    ("2.4×10^{-6} F", "2.4\\,\\mu\\text{F}"),
+    ("2.4 microfarads", "2.4 μF"),
+    ("20", "20 μA"),
+    ("0.02 mA", "20 microamps"),
+    ("6", "6 pF"),
+    ("0.002 H", "2 mH"),
+    ("500", "500 nC"),
+    ("5000 Ω", "5\\,\\text{k}\\Omega"),
+    ("2000 kΩ", "2\\,\\text{M}\\Omega"),
+    ("0.007 mol", "7 mmol"),
+    ("3 moles", "3 mol"),
+    ("40 milliliters", "40 mL"),
+    ("2 gallons", "2 gal"),
+    ("15 yrs", "15 years"),
+    ("15 years old", "15 years"),
+    ("12 months", "1 year"),
+    ("45 revolutions per minute", "45 rpm"),
+    ("8 ft^3", "8 cu ft"),
+    ("3 kN-m", "3 kN·m"),
+    ("3 kNm", "3 kN·m"),
+    ("5 kWh", "5 kW·h"),
+    ("20 m/s", "20\\,ms^{-1}"),
+    ("9.8 ms^{-2}", "9.8 m/s^2"),
+    ("2 m/s/s", "2 m/s^2"),
+    ("1000 kg/m^3", "1000 kgm^{-3}"),
+    ("5 N/m", "5 Nm^{-1}"),
+    ("5 kJ/mol", "5 kJmol^{-1}"),
+    ("4200 J kg^{-1} °C^{-1}", "4200 J/(kg·°C)"),
+    ("30 miles per gallon", "30 mpg"),
 ]
 DIFFERENT = [
     ("101₂", "1012"),
@@ -558,7 +588,6 @@ DIFFERENT = [
     ("100 nm", "100 m"),
     ("5 m s^{-2}", "5 m s^{-1}"),
     ("3×5", "5×3"),
-    ("5 kWh", "5 kW·h"),
     ("\\boxed{5} is wrong", "5"),
     ("\\boxed{B} is not correct", "B"),
     # degrees as a raised o, beside others, in formulas and beside multiples of pi
@@ -583,6 +612,16 @@ DIFFERENT = [
     ("minus minus 3", "3"),
     ("two and half", "2"),
     ("ones", "1"),
+    # units with prefixes, in words, compact and with hyphens
+    ("2.4 mF", "2.4 μF"),
+    ("20 ms^{-2}", "20 ms^{-1}"),
+    ("5 nC", "5 μC"),
+    ("5 m\\Omega", "5 M\\Omega"),
+    ("5 mol", "5 mmol"),
+    ("3 kN", "3 kN·m"),
+    ("12 months", "12 years"),
+    ("5 mL^{-1}", "5 m/L"),
+    ("5 N m", "5 Nm^{-1}"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -732,6 +771,9 @@ ASKED_DIFFERENT = [
     ("(180-x) cm", "180^\\circ - x"),
     ("\\sin(30+x)", "\\sin(30°+x)"),
     ("60^\\circ", "\\frac{\\pi}{6}"),
+    # units with prefixes, in words, compact and with hyphens
+    ("5-", "5"),
+    ("5 kT", "5"),
 ]
 
 

@@ -104,7 +104,7 @@ def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
         ("3 eighths", Fraction(3, 8), ""),
         ("3 halves", Fraction(3, 2), ""),
         ("3 quarter million", 750000, ""),
-        ("5 months", 5, "months"),
+        ("5 months", 5, "month"),
         ("$1,234.50", Fraction("1234.5"), "$"),
         ("-$5", -5, "$"),
         ("US$5", 5, "$"),
