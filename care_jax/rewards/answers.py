@@ -36,7 +36,6 @@ _MAX_UNITS = 8  # at the end of an answer
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
 _STATEMENT_NUMBERS = re.compile(r"(?:\(\d\) ?)+")
 _TWO_LETTERS = re.compile(r"[a-zA-Z]{2}")
-_VECTOR = re.compile(r"\\(?:vec|hat|overrightarrow)(?![a-z])[^=,]*\\times(?![a-z])")
 _DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
 
 
@@ -236,7 +235,7 @@ def _for_algebra(prediction: str, gold: str, limits: _Limits) -> str | Compariso
         return f"refused: {refusal}"
     if all(map(_STATEMENT_NUMBERS.fullmatch, (prediction, gold))):
         return "different: other numbers"  # `(1)(3)` names two statements
-    if "\\times" in prediction and _VECTOR.search(gold):
+    if formulas.has_vector_product(prediction, gold):
         return "different: another product of vectors"  # for computer algebra it commutes
     if regions := _certain(relations.read_region, prediction, gold):
         prediction, gold = (region.latex() for region in regions)

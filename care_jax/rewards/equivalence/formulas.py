@@ -11,6 +11,7 @@ import re
 import zlib
 
 from care_jax.rewards.equivalence import notation, quantities
+from care_jax.rewards.equivalence.characters import GREEK
 
 _MAX_CHARS = 400
 _MAX_DEPTH = 12  # of nested brackets
@@ -27,10 +28,7 @@ _WORDS = frozenset({
 })  # fmt: skip
 _WORD = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|[a-zA-Z]{2,}")
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-z](?![a-zA-Z])")
-_LETTER = re.compile(
-    r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])"
-    r"|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|omega)(?![a-z])"
-)
+_LETTER = re.compile(rf"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])|\\(?:{GREEK})(?![a-z])")
 _COEFFICIENT = re.compile(r"(?<=\d)[a-z]{3,4}(?![a-zA-Z])")
 # Words that may stand before a number in a formula.
 _BEFORE_NUMBER = "".join(
@@ -45,11 +43,21 @@ _NO_FORMULA = re.compile(
 )
 # Three or more capitals with plain numbers, such as C2H5OH or Ca(OH)2, whose order matters.
 _CHEMICAL = re.compile(r"(?=.*[a-zA-Z)]\d)\d*(?:\(?[A-Z][a-z]?\d*(?:\)\d*)?){3,}")
+_VECTOR_PRODUCT = re.compile(r"\\(?:vec|hat|overrightarrow)(?![a-z])[^=,]*\\times(?![a-z])")
+_PRODUCT_SIGN = re.compile(r"\\(?:times|cdot)(?![a-z])")
 _FIRST_CJK = "\u2e80"
 _FIGURE = re.compile(r"(?:(?:m ?(?=\\?angle))?\\?(angle|triangle|square) ?)?\{? ?([A-Z]{3,4}) ?\}?")
 
 _PLAIN_NAME = re.compile(
     rf"(?<![\\a-zA-Z])([a-zA-Z]{{0,2}}?)({'|'.join(_FUNCTIONS)})(?=[xyz]?(?![a-zA-Z]))"
+)
+# In `\\sin 2x/3` and `\\ln 2 \\cdot k` the argument ends; `\\sin\\pi/6` is of 30 degrees.
+_SCRIPT = r"(?:\w|\{[^{}]*\})"
+_SYMBOL = rf"(?:\\(?:{GREEK})(?![a-z])|[a-zA-Z])(?: ?_ ?{_SCRIPT})?"
+_ARGUMENT = re.compile(
+    rf"(\\(?:{'|'.join(_FUNCTIONS)})(?![a-zA-Z])(?: ?[_^] ?{_SCRIPT}){{0,2}}) ?"
+    rf"(\d+(?:\.\d+)?|(?:\d+(?:\.\d+)? ?)?{_SYMBOL})"
+    rf"(?= ?(?:/|\*|\\(?:cdot|times|{'|'.join(_FUNCTIONS)})(?![a-zA-Z])))"
 )
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")
 # 1 3/4 before a symbol is a sum, and in 1/2 x the symbol is no part of the denominator.
@@ -70,11 +78,17 @@ _RADIANS = r"(\\frac{\1 \\pi}{180})"
 _POWER_OF_ZERO = re.compile(r"(?<=[\d)]) ?\^ ?0(?!\d)")
 _INNER_DEGREES = re.compile(r" ?degrees ?(?=[-+*/(){}]|\\(?:times|cdot))")
 
+_MARKED_LETTER = re.compile(r"\\vec\{(\w|\\[a-z]+)\}")
+_PLUS_MINUS = re.compile(r"\\pm(?![a-z])")
+_LEADING_PLUS_MINUS = re.compile(r"(^|[=({,]) ?\\pm(?![a-z]) ?")
+
 # The parser would differentiate, and every rate is 0 for it.
 _DERIVATIVE = re.compile(
     r"\\frac\{ ?(?:d|\\partial)(?: ?\^ ?\{?\d\}?)? ?(?:\\?[a-zA-Z]+)? ?\}"
     r"\{ ?(?:d|\\partial) ?\\?[a-zA-Z]+(?: ?\^ ?\{?\d\}?)? ?\}"
 )
+# One symbol: in `\\frac{\\Delta v}{\\Delta t}` no factor cancels.
+_DIFFERENCE = re.compile(rf"\\[dD]elta ?{_SYMBOL}")
 _EXPENSIVE = re.compile(
     r"!(?!=)|\\(?:sum|int|oint|prod|lim|binom|dbinom|tbinom|choose)(?![a-z])|factorial|binomial|"
     + _DERIVATIVE.pattern
@@ -111,29 +125,46 @@ def has_variable(text: str) -> bool:
     return _LETTER.search(text) is not None
 
 
-def align(one: str, other: str, units_matter: bool) -> tuple[str, str]:
-    """Both texts with angles in one notation, as the two together show it.
+def align(one: str, other: str, units_matter: bool) -> list[str]:
+    """Both texts in one notation of angles and vectors, as the two together show it."""
+    texts = [one, other]
+    if "degrees" in one + other:
+        texts = _align_angles(one, other, units_matter)
+    if ("\\vec" in one) != ("\\vec" in other) and not any(map(_PRODUCT_SIGN.search, texts)):
+        texts = [_MARKED_LETTER.sub(r"\1", text) for text in texts]
+    return [_both_signs(text) for text in texts]
 
-    Degrees are multiples of π beside one. A formula may omit them, as `180 - 2x` does, unless a
-    trigonometric function needs them.
+
+def _align_angles(one: str, other: str, units_matter: bool) -> list[str]:
+    """Both texts with degrees as multiples of π beside one, or without.
+
+    A formula may omit them, as `180 - 2x` does, unless a trigonometric function needs them.
     """
-    if "degrees" not in one + other:
-        return one, other
-    one, other = (_POWER_OF_ZERO.sub(" degrees", text) for text in (one, other))
-    units = {quantities.split_unit(text)[1] for text in (one, other)} - {"", "degrees"}
+    texts = [_POWER_OF_ZERO.sub(" degrees", text) for text in (one, other)]
+    units = {quantities.split_unit(text)[1] for text in texts} - {"", "degrees"}
     if units - {"rad"}:
-        return one, other
-    if {("degrees" in each, "\\pi" in each) for each in (one, other)} == {
-        (True, False),
-        (False, True),
-    }:
-        return _ANGLE.sub(_RADIANS, one), _ANGLE.sub(_RADIANS, other)
-    if units or units_matter or "\\pi" in one + other or _TRIGONOMETRIC.search(one + other):
-        return one, other
-    one, other = (
-        _INNER_DEGREES.sub("", text) if has_variable(text) else text for text in (one, other)
-    )
-    return one, other
+        return texts
+    if {("degrees" in each, "\\pi" in each) for each in texts} == {(True, False), (False, True)}:
+        return [_ANGLE.sub(_RADIANS, text) for text in texts]
+    is_needed = any("\\pi" in text or _TRIGONOMETRIC.search(text) for text in texts)
+    if units or units_matter or is_needed:
+        return texts
+    return [_INNER_DEGREES.sub("", text) if has_variable(text) else text for text in texts]
+
+
+def _both_signs(text: str) -> str:
+    """The two values of `a \\pm b`; a text with several such signs, or with a list, as it is."""
+    listed = notation.split_list(text)
+    if len(_PLUS_MINUS.findall(text)) != 1 or "\\mp" in text or (listed and listed[0] != "()"):
+        return text
+    plus = _PLUS_MINUS.sub("+", _LEADING_PLUS_MINUS.sub(r"\1", text))
+    return f"{plus}, {_PLUS_MINUS.sub('-', text)}"
+
+
+def has_vector_product(one: str, other: str) -> bool:
+    """Whether two products are compared of which one is of vectors, where the order matters."""
+    is_product = all(map(_PRODUCT_SIGN.search, (one, other)))
+    return is_product and any(map(_VECTOR_PRODUCT.search, (one, other)))
 
 
 def same_figure(one: str, other: str) -> bool | None:
@@ -163,16 +194,20 @@ def as_latex(text: str) -> str:
     )
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)
-    text = _DERIVATIVE.sub(
-        lambda m: f"D_{{{zlib.crc32(m.group().replace(' ', '').encode())}}}", text
-    )
+    text = _DIFFERENCE.sub(_as_symbol, _DERIVATIVE.sub(_as_symbol, text))
     text = _SLASH.sub(r"\\frac{\1}{\2}", text)
     text = _MIXED.sub(_mixed_number, text).replace("\\lg", "\\log_{10}")
     if _TRIGONOMETRIC.search(text):  # degrees are the unit of its argument
         text = _ANGLE.sub(_RADIANS, text)
+    text = _ARGUMENT.sub(r"\1(\2)", text)
     if "," not in text:
         text = _BRACKETS_SIDE_BY_SIDE.sub(r"\1 \\cdot ", text)
     return text
+
+
+def _as_symbol(match: re.Match) -> str:
+    """A symbol for a part of a formula, the same for each of its spacings."""
+    return f"D_{{{zlib.crc32(re.sub('[ {}]', '', match.group()).encode())}}}"
 
 
 def _mixed_number(match: re.Match) -> str:

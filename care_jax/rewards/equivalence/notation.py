@@ -8,10 +8,9 @@ truncated to `MAX_CHARS`, before and after Unicode normalisation, which can leng
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterator
 
-from care_jax.rewards.equivalence import free_text, number_words, quantities
+from care_jax.rewards.equivalence import characters, free_text, number_words, quantities
 
 MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
 _MAX_ITEMS = 64  # of a list
@@ -21,22 +20,6 @@ _MANGLED = {
     "\x0crac": "\\frac", "\text": "\\text", "\times": "\\times", "\right": "\\right",
     "\tan": "\\tan", "\theta": "\\theta", "\x08oxed": "\\boxed", "\x08egin": "\\begin",
 }  # fmt: skip
-_SYMBOLS = {
-    "−": "-", "–": "-", "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "÷": "/", "≤": "\\le ",
-    "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∞": "\\infty ", "∪": "\\cup ",
-    "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°": "^\\circ ", "∠": "\\angle ",
-    "θ": "\\theta ", "。": ". ", "，": ", ", "、": ", ", "：": ":", "；": "; ", "⩽": "\\le ",
-    "⩾": "\\ge ", "⋅": "\\cdot ", "º": "^\\circ ", "˚": "^\\circ ", "△": "\\triangle ",
-    "∶": ":", "‑": "-", "∥": "\\parallel ", "⊥": "\\perp ", "∽": "\\sim ", "≌": "\\cong ",
-    "⊙": "\\odot ", "⟨": "\\langle ", "⟩": "\\rangle ", "∘": "^\\circ ",
-    "或": " or ", "和": " and ", "且": " and ",
-    "√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "′": "'", "″": "''", "‘": "'", "’": "'",
-}  # fmt: skip
-_TRANSLATION = {ord(key): value for key, value in _SYMBOLS.items()}
-
-_SUPERSCRIPTS = re.compile("[\u2070-\u207f¹²³\u02b0-\u02b8\u02e1-\u02e3\u1d2c-\u1d61]+")
-_SUBSCRIPTS = re.compile("[\u2080-\u209c\u1d62-\u1d6aⱼ]+")
-_ROOT_SIGN = re.compile(r"([√∛∜]) ?(\d+(?:\.\d+)?|\w)")
 _TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox)"
 _FONT_NAMES = r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath|operatorname)"
 _BOLD = r"\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}"
@@ -79,7 +62,7 @@ _PREFIX = re.compile(
 )
 # Decorations before and after an answer.
 _OPENER = re.compile(
-    r"(?:\\\\|\\(?:therefore|Rightarrow|implies|checkmark)(?![a-zA-Z])|[,;:=•▪►➤→⇒∴✓✔✅☑ ]"
+    r"(?:\\\\|\\(?:therefore|[Rr]ightarrow|implies|checkmark)(?![a-zA-Z])|[,;:=•▪►➤→⇒∴✓✔✅☑ ]"
     r"|\\approx(?![a-zA-Z]))+"
 )
 _CLOSER = " .,;:\\•✓✔✅☑"
@@ -131,6 +114,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
     (rf"{_BOLD} ?\\times ?{_BOLD}", r"\\vec{\1} \\times \\vec{\2}"),
+    (r"\\(?:overrightarrow|hat|vec) ?(?:\{ ?(\w|\\[a-z]+) ?\}|(\w)(?!\w))", r"\\vec{\1\2}"),
     (_TEXT.pattern, _unwrap_text),
     (_TEXT.pattern, _unwrap_text),  # \text can be nested
     (  # switches of font and size, colours and phantoms
@@ -165,6 +149,11 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     (r"\\varnothing", r"\\emptyset"),
+    (r"\\Delta ?(?=[A-Z]{3}(?![a-zA-Z]))", r"\\triangle "),
+    (  # a phasor is its magnitude and angle
+        r"(^|= ?)([^=,;()]*[\d})]) ?\\angle ?(-?\d[\d.]+|-?[\d.]+ degrees) *$",
+        r"\1(\2, \3)",
+    ),
     (r"(?<=\d) out of (?=\d)", "/"),
     (r"\^ ?\{?((?: ?\\prime(?![a-zA-Z]))+) ?\}?", lambda match: "'" * match.group().count("prime")),
 )
@@ -186,28 +175,12 @@ def clean(text: str) -> str:
         return _truncated(text)
     text = free_text.formula_of_sentence(_PREFIX.sub("", text, count=1))
     if not (text.isascii() and text.isprintable()):
-        text = _rewrite_unicode(text)
+        text = characters.in_latex(text)
     if len(text) > MAX_CHARS:
         return _truncated(text)
     for pattern, replacement in _REWRITTEN:
         text = re.sub(pattern, replacement, text)
     return _undecorated(" ".join(text.split()))
-
-
-def _rewrite_unicode(text: str) -> str:
-    """The text with signs, scripts, roots and fractions in LaTeX, and no control characters."""
-    text = _SUBSCRIPTS.sub(r"_{\g<0>}", _SUPERSCRIPTS.sub(r"^{\g<0>}", text))
-    text = _ROOT_SIGN.sub(r"\1{\2}", text).translate(_TRANSLATION)
-    text = "".join(map(_written_out, text))
-    # NFKC makes signs, such as the degree in ℃ and the minus in a superscript.
-    text = unicodedata.normalize("NFKC", text).replace("⁄", "/").translate(_TRANSLATION)
-    return "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
-
-
-def _written_out(c: str) -> str:
-    """A vulgar fraction in LaTeX, as 5½ is not 51/2; any other character as it is."""
-    top, slash, bottom = unicodedata.normalize("NFKC", c).partition("⁄")
-    return f"\\frac{{{top}}}{{{bottom}}}" if slash and bottom else c
 
 
 def _truncated(text: str) -> str:

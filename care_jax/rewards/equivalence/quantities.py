@@ -300,19 +300,23 @@ def split_unit(text: str) -> tuple[str, str]:
     match = _UNIT_AT_END.search(text)
     if match is None or (match.group().strip() in _DEGREES and _ANGLE.search(text)):
         return text, ""
+    if len(match.group()) < 3 and _SYMBOL_AT_END.search(text, 0, match.start()):
+        return text, ""
     unit = _read_unit(match.group().strip())
     return (text, "") if unit is None else (text[: match.start()].strip(), unit)
 
 
 _DEGREES = [name for name, unit in UNIT_NAMES.items() if unit == "degrees"]
 _ANGLE = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)[^=,]*$")
+_SYMBOL_AT_END = re.compile(r"\\(?!pi )[a-zA-Z]+ $")  # \mu mg is a product
 _NOT_AT_END = ("per", "square", "sq", "cubic", "cu", "'", "''", '"')
-_ALIASES = sorted(
-    (alias for alias in UNIT_NAMES if alias not in _NOT_AT_END), key=len, reverse=True
-)
+_ALIASES = [
+    re.escape(alias).replace("μ", r"\\mu ?").replace("Ω", r"\\Omega")
+    for alias in sorted(UNIT_NAMES.keys() - {*_NOT_AT_END}, key=len, reverse=True)
+]
 _UNIT_AT_END = re.compile(
-    r"(?<=[\w})\])] )(?:square |cubic |sq )?(?:" + "|".join(map(re.escape, _ALIASES)) + r")"
+    r"(?<=[\w})\])] )(?:square |cubic |sq )?(?:" + "|".join(_ALIASES) + r")"
     r"(?: ?\^ ?\{? ?[23] ?\}?)?$|(?<=[\d})\]])(?:"
-    + "|".join(re.escape(alias) for alias in _ALIASES if len(alias) > 1 and not alias.isupper())
+    + "|".join(alias for alias in _ALIASES if len(alias) > 1 and not alias.isupper())
     + r")(?: ?\^ ?\{? ?[23] ?\}?)?$"
 )

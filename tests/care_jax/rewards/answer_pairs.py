@@ -359,6 +359,17 @@ EQUAL = [
     ("5 kJ/mol", "5 kJmol^{-1}"),
     ("4200 J kg^{-1} °C^{-1}", "4200 J/(kg·°C)"),
     ("30 miles per gallon", "30 mpg"),
+    # Greek letters, differences, phasors and products of vectors
+    ("ΔE = hf", "\\Delta E = hf"),
+    ("ε_0E", "\\epsilon_0 E"),
+    ("ΔABC", "\\triangle BCA"),
+    ("5\\sqrt{2} μs", "5\\sqrt2"),
+    ("2\\pi Ω", "2\\pi"),
+    ("10∠30°", "10\\angle 30^\\circ"),
+    ("V = 10\\angle -45.0^\\circ", "10∠-45°"),
+    # arguments of functions end at a slash, and a plus-minus sign is two values
+    ("(0,5), (0,-5)", "(0, \\pm 5)"),
+    ("x=\\pm 2", "x=2, x=-2"),
 ]
 DIFFERENT = [
     ("101₂", "1012"),
@@ -622,6 +633,14 @@ DIFFERENT = [
     ("12 months", "12 years"),
     ("5 mL^{-1}", "5 m/L"),
     ("5 N m", "5 Nm^{-1}"),
+    # Greek letters, differences, phasors and products of vectors
+    ("30\\angle 10^\\circ", "10\\angle 30^\\circ"),
+    ("\\vec{a}\\times\\vec{b}", "\\vec{a}\\cdot\\vec{b}"),
+    ("\\vec{a}\\cdot\\vec{b}", "\\vec{a}\\times\\vec{b}"),
+    # arguments of functions end at a slash, and a plus-minus sign is two values
+    ("±3", "3"),
+    ("y=\\frac34x", "y=\\pm\\frac34x"),
+    ("42 ± 1", "42"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -643,7 +662,6 @@ ASKED_EQUAL = [
     ("y = x + x + 1 = 1 + 2x", "y = 2x + 1"),
     ("f'(x) = x + x", "f'(x) = 2x"),
     ("A^T + B", "B + A^{T}"),
-    ("x=\\pm 2", "x=2, x=-2"),
     ("R1R2/(R1+R2)", "\\frac{R_1 R_2}{R_1 + R_2}"),
     ("x2y1 - x1y2", "-x_1 y_2 + x_2 y_1"),
     ("sin2x", "\\sin(2x)"),
@@ -690,6 +708,29 @@ ASKED_EQUAL = [
     ("30^\\circ", "\\frac{\\pi}{6}"),
     ("\\frac{\\pi}{2}-\\alpha", "90^\\circ - \\alpha"),
     ("(2, 30°)", "(2, \\frac{\\pi}{6})"),
+    # Greek letters, differences, phasors and products of vectors
+    ("η = 1 - T_c/T_h", "\\eta = 1 - \\frac{T_c}{T_h}"),
+    ("λ/(2πε₀r)", "\\frac{\\lambda}{2\\pi\\epsilon_0 r}"),
+    ("μmg", "mg\\mu"),
+    ("Δv/Δt", "\\frac{\\Delta v}{\\Delta t}"),
+    ("m \\Delta v_{1} / \\Delta t", "\\frac{m\\Delta v_1}{\\Delta t}"),
+    # arguments of functions end at a slash, and a plus-minus sign is two values
+    ("\\frac{\\sin\\theta}{2}", "\\sin\\theta/2"),
+    ("mg\\sin\\theta/k", "\\frac{mg\\sin\\theta}{k}"),
+    ("sinθ/cosθ", "\\tan\\theta"),
+    ("a\\sin B/\\sin A", "\\frac{a\\sin B}{\\sin A}"),
+    ("ln2/k", "\\frac{\\ln 2}{k}"),
+    ("\\log 5/\\log 2", "\\frac{\\log 5}{\\log 2}"),
+    ("tanα·tanβ", "\\tan\\alpha\\tan\\beta"),
+    ("\\cos 2x / 2", "\\frac12\\cos 2x"),
+    ("\\sin^2 x_1/4", "\\frac{\\sin^2(x_1)}{4}"),
+    ("\\sin 30°/2", "\\frac14"),
+    ("\\sin \\pi/6", "0.5"),
+    ("(5 ± √13)/6", "\\frac{5\\pm\\sqrt{13}}{6}"),
+    ("\\frac{5+\\sqrt{13}}{6}, \\frac{5-\\sqrt{13}}{6}", "x = \\frac{5\\pm\\sqrt{13}}{6}"),
+    ("x_1=\\frac{5+\\sqrt{13}}{6}, x_2=\\frac{5-\\sqrt{13}}{6}", "\\frac{5\\pm\\sqrt{13}}{6}"),
+    ("y=±3x/4", "y=\\pm\\frac34x"),
+    ("1-\\sqrt2 or 1+\\sqrt2", "1 \\pm\\sqrt2"),
 ]
 ASKED_DIFFERENT = [
     ("3ABC", "3"),
@@ -774,6 +815,18 @@ ASKED_DIFFERENT = [
     # units with prefixes, in words, compact and with hyphens
     ("5-", "5"),
     ("5 kT", "5"),
+    # Greek letters, differences, phasors and products of vectors
+    ("v/t", "\\frac{\\Delta v}{\\Delta t}"),
+    ("\\frac{\\Delta v}{t}", "\\frac{\\Delta v}{\\Delta t}"),
+    ("x/y", "\\delta x/\\delta y"),
+    ("\\Delta(vt)", "\\Delta v t"),
+    # arguments of functions end at a slash, and a plus-minus sign is two values
+    ("\\sin\\theta/2", "\\sin\\frac{\\theta}{2}"),
+    ("\\sin(\\theta/2)", "\\sin\\theta/2"),
+    ("\\ln 2/k", "\\ln\\frac{2}{k}"),
+    ("\\frac{5+\\sqrt{13}}{6}", "\\frac{5\\pm\\sqrt{13}}{6}"),
+    ("\\frac{5\\pm\\sqrt{13}}{6}", "\\frac{5+\\sqrt{13}}{6}"),
+    ("5\\pm\\sqrt{13}/6", "\\frac{5\\pm\\sqrt{13}}{6}"),
 ]
 
 
