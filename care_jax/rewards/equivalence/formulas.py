@@ -47,6 +47,7 @@ _VECTOR_PRODUCT = re.compile(r"\\(?:vec|hat|overrightarrow)(?![a-z])[^=,]*\\time
 _PRODUCT_SIGN = re.compile(r"\\(?:times|cdot)(?![a-z])")
 _FIRST_CJK = "\u2e80"
 _FIGURE = re.compile(r"(?:(?:m ?(?=\\?angle))?\\?(angle|triangle|square) ?)?\{? ?([A-Z]{3,4}) ?\}?")
+_SYMMETRIC = re.compile(r"\\(?:parallel|perp|cap|cup|cong|sim|wedge|vee)(?![a-z])")
 
 _PLAIN_NAME = re.compile(
     rf"(?<![\\a-zA-Z])([a-zA-Z]{{0,2}}?)({'|'.join(_FUNCTIONS)})(?=[xyz]?(?![a-zA-Z]))"
@@ -67,6 +68,8 @@ _ROOT_OF_BRACKET = re.compile(r"(\\sqrt(?:\[\w\])?) ?\(")
 _CAPITAL_I = re.compile(r"\\[a-zA-Z]+|(I)")
 _INDEXED = re.compile(r"\\[a-zA-Z]+|(?<![\^_])([a-zA-Z])(\d+)(?![\d.])")
 _POWER = re.compile(r"\^ ?(?:\(([^()]*)\)|(-?\d{2,}|-\w))")
+_DECIMAL_POWER = re.compile(r"\^ ?(?:\{ ?(-?\d{0,2})\.(\d{1,3}) ?\}|(-?\d{0,2})\.(\d{1,3})(?!\d))")
+_EXPONENT_OF_TEN = re.compile(r"(?<=\d)[eE]\+?(-?\d{1,2})(?!\d)")
 _BRACKETS_SIDE_BY_SIDE = re.compile(r"(?<=\)) ?(?=\()|(?<![\^_\d.])(\d+(?:\.\d+)?) ?(?=\()")
 _TRIGONOMETRIC = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)")
 _ANGLE = re.compile(
@@ -168,7 +171,16 @@ def has_vector_product(one: str, other: str) -> bool:
 
 
 def same_figure(one: str, other: str) -> bool | None:
-    """Whether two names by corners, such as `\\angle ABC`, name the same; None for other texts."""
+    """Whether two names by corners, such as `\\angle ABC`, name the same; None for other texts.
+
+    So do both orders of a relation such as `AB \\perp CD`.
+    """
+    signs, other_signs = map(_SYMMETRIC.findall, (one, other))
+    sides, other_sides = (
+        sorted(map(notation.key, _SYMMETRIC.split(text))) for text in (one, other)
+    )
+    if signs == other_signs and len(signs) == 1 and sides == other_sides:
+        return True
     name, other_name = _FIGURE.fullmatch(one), _FIGURE.fullmatch(other)
     if not (name and other_name):
         return None
@@ -192,6 +204,7 @@ def as_latex(text: str) -> str:
     text = _INDEXED.sub(  # x2 is x_2, and not 2x
         lambda m: f"{m.group(1)}_{{{m.group(2)}}}" if m.group(1) else m.group(), text
     )
+    text = _EXPONENT_OF_TEN.sub(r" \\times 10^{\1}", _DECIMAL_POWER.sub(_as_fraction, text))
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)
     text = _DIFFERENCE.sub(_as_symbol, _DERIVATIVE.sub(_as_symbol, text))
@@ -203,6 +216,12 @@ def as_latex(text: str) -> str:
     if "," not in text:
         text = _BRACKETS_SIDE_BY_SIDE.sub(r"\1 \\cdot ", text)
     return text
+
+
+def _as_fraction(power: re.Match) -> str:
+    """The exponent 0.5 as 1/2, as computer algebra rounds a decimal."""
+    whole, decimals = power.groups()[:2] if power.group(2) else power.groups()[2:]
+    return f"^{{\\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}}}"
 
 
 def _as_symbol(match: re.Match) -> str:

@@ -83,6 +83,35 @@ def read_compound(text: str) -> quantities.Number | None:
     return quantities.Number(Fraction(total) / sizes[units[0]], False, units[0], is_decimal)
 
 
+_NAMES = ("january", "february", "march", "april", "may", "june", "july", "august", "september",
+          "october", "november", "december", "monday", "tuesday", "wednesday", "thursday", "friday",
+          "saturday", "sunday")  # fmt: skip
+_NAME = r"(?P<name>[a-z]{3,9})\.?"
+_DAY = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?"
+_YEAR = r"(?P<year>\d{4})"
+_DATE_ORDERS = [
+    re.compile(order, re.IGNORECASE)
+    for order in (
+        rf"(?:(?:in|on) )?{_NAME}(?: {_DAY})?(?:,? {_YEAR})?",
+        rf"{_DAY} (?:of )?{_NAME}(?:,? {_YEAR})?",
+        rf"{_YEAR},? {_NAME}(?: {_DAY})?",
+    )
+]
+
+
+def _read_date(text: str) -> tuple[str, str | None, int] | None:
+    """The name of the month or weekday, the year and the day, of which all but one may be absent.
+
+    A name may be abbreviated to three letters or more.
+    """
+    for match in filter(None, (order.fullmatch(text) for order in _DATE_ORDERS)):
+        parts = match.groupdict()
+        for name in _NAMES:
+            if name.startswith(parts["name"].lower()):
+                return name, parts.get("year"), int(parts.get("day") or 0)
+    return None
+
+
 # An unsigned number; a price may have a scale, $30k-$40k.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})(?:\.\d{1,60})?[kKmMbB]?"
 _SCALES = {"k": "e3", "m": "e6", "b": "e9"}
@@ -103,8 +132,11 @@ def same_joined(one: str, other: str) -> bool | None:
     """Whether two ranges, dates, scores, sizes or ratios are the same; None for other texts.
 
     `18-24` is no difference and `12/5/2010` no quotient, so their numerals are compared one by one.
-    Only ratios may be multiples of each other, unless both may be times of day.
+    Only ratios may be multiples of each other, unless both may be times of day. The month of a date
+    may be in words.
     """
+    if (date := _read_date(one)) and (other_date := _read_date(other)):
+        return date == other_date
     if not {one[:1], other[:1]} <= _STARTS:
         return None
     to = ":" if ":" in one + other else "-"
@@ -130,8 +162,8 @@ def same_joined(one: str, other: str) -> bool | None:
     return values == other_values
 
 
-_BASE = re.compile(r"\d_ ?\{? ?\(?\d")
-_BASED = re.compile(r"(\d+)_ ?\{? ?\(?(\d+)\)? ?\}?")
+_BASE = re.compile(r"\d\)?_ ?\{? ?\(?\d")
+_BASED = re.compile(r"\(?(\d+)\)?_ ?\{? ?\(?(\d+)\)? ?\}?")
 
 
 def same_numeral(one: str, other: str) -> bool | None:

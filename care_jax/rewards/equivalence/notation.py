@@ -20,7 +20,7 @@ _MANGLED = {
     "\x0crac": "\\frac", "\text": "\\text", "\times": "\\times", "\right": "\\right",
     "\tan": "\\tan", "\theta": "\\theta", "\x08oxed": "\\boxed", "\x08egin": "\\begin",
 }  # fmt: skip
-_TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox)"
+_TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox|ce)"
 _FONT_NAMES = r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath|operatorname)"
 _BOLD = r"\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}"
 _TEXT = re.compile(rf"({_TEXT_NAMES}|{_FONT_NAMES})\*? ?\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
@@ -54,6 +54,13 @@ _PROSE_BEFORE = re.compile(r"^.*(?<![\\a-zA-Z])[a-zA-Z]{2,}(?![a-zA-Z{]) ?")
 _PROSE_AFTER = re.compile(r" (?!or |and |nor )[a-zA-Z]{3,}.*")
 _BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
+# Between words a hyphen is a space, but not in sinx-cosx and x-theta.
+_HYPHEN = re.compile(r"(?<=[a-zA-Z])-(?=[a-z]{4})|(?<=[a-z]{4})-(?=[a-z]{2})")
+_SYMBOL = re.compile(
+    rf"sqrt|(?<![a-z])(?:{characters.GREEK})(?![a-z])"
+    r"|(?:sin|cos|tan|cot|sec|csc|log|ln|exp)h?[a-z]?(?![a-z])"
+)
+_AMPERSAND = re.compile(r"(?<=[a-z]{2}) ?& ?(?=[a-z]{2})")
 _INDEX = re.compile(r"(?<=[a-zA-Z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
 _PREFIX = re.compile(
     r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: ?:)? | ?:(?: :)? ?)"
@@ -71,9 +78,11 @@ _MAX_DECORATIONS = 12
 _QUOTES = {'"': '"', "'": "'", "“": "”", "`": "`", "*": "*", "_": "_", "«": "»",
            "【": "】", "「": "」", "{": "}"}  # fmt: skip
 _PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end alone is a prime
+_AND_MORE = r" (?:and|or) (?:over|older|above|more|up|greater|higher)$"
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
-    r"(?!.*(?:pi|pct|per ?cent|answer|ans|out of))"
+    rf"(?!.*(?:pi|pct|per ?cent|answer|ans|out of|infinity|base|{_AND_MORE}))"
+    r"(?!.*(?:/d|//)|(?:in|the|year|at|less|fewer|more|greater) )"
     r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
 )
@@ -130,7 +139,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"(?<=[\d ])\{([a-zA-Z ]+)\}", r" \1 "),
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"\\frac ?(\d|\{[^{}]*\}) ?(\d|\{[^{}]*\})", _brace_fraction),
-    (r"\\sqrt ?(\d|\\frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
+    (r"\\sqrt ?(\[\w+\])? ?(\d|\\frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt\1{\2}"),
     (r"([_^])\{(\w)\}(?!\w)", r"\1\2"),
     (r"\\var(?=(?:epsilon|phi|theta|rho)(?![a-z]))", r"\\"),
     (
@@ -149,6 +158,18 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     (r"\\varnothing", r"\\emptyset"),
+    (r"(?<!\\)\\&", "&"),
+    (r"(?<![\\a-zA-Z])[iI]nfinity(?![a-zA-Z])", r"\\infty "),
+    (r"(?<!<)--?>|\\(?:to|longrightarrow)(?![a-z])", r"\\rightarrow "),
+    (r"(?<=[A-Z]{2}) ?(?://|\|\|) ?(?=[A-Z]{2})", r" \\parallel "),
+    (r"(?<![a-zA-Z\\])d([a-zA-Z])/d([a-zA-Z])(?![a-zA-Z])", r"\\frac{d\1}{d\2}"),
+    (r"(?<=[\d)]) (?:in )?base (?=\d)", "_"),
+    (rf"(?<=[\d%]){_AND_MORE}", "+"),
+    (r"^(?i:in|(?:in )?(?:the )?year) (?=\d{4}$)", ""),
+    (r"^(?i:less|fewer) than ", "< "),
+    (r"^(?i:more|greater) than ", "> "),
+    (r"^(?i:at least) ", r"\\ge "),
+    (r"^(?i:at most) ", r"\\le "),
     (r"\\Delta ?(?=[A-Z]{3}(?![a-zA-Z]))", r"\\triangle "),
     (  # a phasor is its magnitude and angle
         r"(^|= ?)([^=,;()]*[\d})]) ?\\angle ?(-?\d[\d.]+|-?[\d.]+ degrees) *$",
@@ -282,6 +303,8 @@ def key(text: str) -> str:
     # A space between two digits is kept: it separates two numbers.
     text = free_text.fold_words(text)
     text = number_words.ORDINALS.get(text.replace(" ", "-"), text)
+    if "&" in text or ("-" in text and not _SYMBOL.search(text)):
+        text = _AMPERSAND.sub(" and ", _HYPHEN.sub(" ", text))
     text = _LOOSE_SPACE.sub("", text.replace("$", ""))
     while len(text) > 2 and text[0] + text[-1] in _PAIRS:
         text = text[1:-1]

@@ -29,6 +29,7 @@ _LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})
 _SCALES = SCALES | {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
 _SHORT_SCALES = {"k": 10**3, "m": 10**6, "mn": 10**6, "b": 10**9, "bn": 10**9}
 _SHORT_SCALE = re.compile(r" ?(mn|bn|[kmb])(?![a-z])\s*", re.IGNORECASE)
+_SCALED = re.compile(r"\d[\d.,]*[kKMB]")
 _SCALE = re.compile(
     rf"(?:({'|'.join(_SCALES)})|({'|'.join(PARTS)}))s?(?![a-zA-Z])\s*", re.IGNORECASE
 )
@@ -130,6 +131,22 @@ def read_number(text: str) -> Number | None:
     if currency and unit != currency:
         unit = f"{currency} {unit}".strip()
     return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
+
+
+def read_pair(one: str, other: str) -> tuple[Number | None, Number | None]:
+    """Both texts as numbers. Beside a plain number the letter of `12k` and `1.5M` is a scale."""
+    number, other_number = read_number(one), read_number(other)
+    if number and not number.unit and other_number is None:
+        return number, _read_scaled(other)
+    if other_number and not other_number.unit and number is None:
+        return _read_scaled(one), other_number
+    return number, other_number
+
+
+def _read_scaled(text: str) -> Number | None:
+    """A number with k, M or B, as after a currency."""
+    number = read_number(f"${text}") if _SCALED.fullmatch(text) else None
+    return number and number._replace(unit="")
 
 
 def _read_magnitude(text: str) -> tuple[Fraction, int] | None:

@@ -370,6 +370,26 @@ EQUAL = [
     # arguments of functions end at a slash, and a plus-minus sign is two values
     ("(0,5), (0,-5)", "(0, \\pm 5)"),
     ("x=\\pm 2", "x=2, x=-2"),
+    # dates, bins, scales beside plain numbers and hyphens between words
+    ("Jan 5, 2010", "January 5, 2010"),
+    ("5 January 2010", "Jan. 5, 2010"),
+    ("January 5th, 2010", "January 05, 2010"),
+    ("Jan 2014", "January, 2014"),
+    ("2010 May", "May 2010"),
+    ("Sept", "September"),
+    ("on Monday", "Mon"),
+    ("in 2010", "2010"),
+    ("the year 2010", "2010"),
+    ("18-29 years", "18-29"),
+    ("65 or older", "65+"),
+    ("65 and over", "65 or more"),
+    ("Less than 1%", "<1%"),
+    ("at least 2", "x \\geq 2"),
+    ("12k", "12,000"),
+    ("1.5M", "1,500,000"),
+    ("Light-blue", "light blue"),
+    ("Food \\& drink", "Food and drink"),
+    ("x-axis", "x axis"),
 ]
 DIFFERENT = [
     ("101₂", "1012"),
@@ -641,6 +661,16 @@ DIFFERENT = [
     ("±3", "3"),
     ("y=\\frac34x", "y=\\pm\\frac34x"),
     ("42 ± 1", "42"),
+    # dates, bins, scales beside plain numbers and hyphens between words
+    ("February 5, 2010", "January 5, 2010"),
+    ("Jan 5, 2010", "Jan 6, 2010"),
+    ("January 2014", "January 2015"),
+    ("January", "June"),
+    ("Jan 5", "January 5, 2010"),
+    ("more than 1%", "<1%"),
+    ("less than 1%", "1%"),
+    ("12k", "12"),
+    ("at most 2", "x \\geq 2"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -827,6 +857,9 @@ ASKED_DIFFERENT = [
     ("\\frac{5+\\sqrt{13}}{6}", "\\frac{5\\pm\\sqrt{13}}{6}"),
     ("\\frac{5\\pm\\sqrt{13}}{6}", "\\frac{5+\\sqrt{13}}{6}"),
     ("5\\pm\\sqrt{13}/6", "\\frac{5\\pm\\sqrt{13}}{6}"),
+    # dates, bins, scales beside plain numbers and hyphens between words
+    ("65 or older", "65"),
+    ("sinx-cosx", "sinx cosx"),
 ]
 
 
