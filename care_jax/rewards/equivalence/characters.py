@@ -14,6 +14,7 @@ _SYMBOLS = {
     "∶": ":", "‐": "-", "∥": "\\parallel ", "⊥": "\\perp ", "∽": "\\sim ", "≌": "\\cong ",
     "≅": "\\cong ", "→": "\\rightarrow ", "∧": "\\wedge ", "∨": "\\vee ", "⊙": "\\odot ",
     "⟨": "\\langle ", "⟩": "\\rangle ", "∘": "^\\circ ",
+    "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "⟂": "\\perp ",
     "或": " or ", "和": " and ", "且": " and ",
     "√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "′": "'", "″": "''", "‘": "'", "’": "'",
 }  # fmt: skip

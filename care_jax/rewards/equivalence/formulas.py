@@ -50,13 +50,13 @@ _FIGURE = re.compile(r"(?:(?:m ?(?=\\?angle))?\\?(angle|triangle|square) ?)?\{? 
 _SYMMETRIC = re.compile(r"\\(?:parallel|perp|cap|cup|cong|sim|wedge|vee)(?![a-z])")
 
 _PLAIN_NAME = re.compile(
-    rf"(?<![\\a-zA-Z])([a-zA-Z]{{0,2}}?)({'|'.join(_FUNCTIONS)})(?=[xyz]?(?![a-zA-Z]))"
+    rf"(?<![\\a-zA-Z])([a-zA-Z]{{0,2}}?)({'|'.join(_FUNCTIONS)})(?=[A-Zxyz]?(?![a-zA-Z]))"
 )
 # In `\\sin 2x/3` and `\\ln 2 \\cdot k` the argument ends; `\\sin\\pi/6` is of 30 degrees.
 _SCRIPT = r"(?:\w|\{[^{}]*\})"
 _SYMBOL = rf"(?:\\(?:{GREEK})(?![a-z])|[a-zA-Z])(?: ?_ ?{_SCRIPT})?"
 _ARGUMENT = re.compile(
-    rf"(\\(?:{'|'.join(_FUNCTIONS)})(?![a-zA-Z])(?: ?[_^] ?{_SCRIPT}){{0,2}}) ?"
+    rf"(\\(?:{'|'.join(_FUNCTIONS)})(?![a-zA-Z])(?: ?[_^] ?{_SCRIPT}){{0,2}}) {{0,2}}"
     rf"(\d+(?:\.\d+)?|(?:\d+(?:\.\d+)? ?)?{_SYMBOL})"
     rf"(?= ?(?:/|\*|\\(?:cdot|times|{'|'.join(_FUNCTIONS)})(?![a-zA-Z])))"
 )
@@ -157,8 +157,10 @@ def _align_angles(one: str, other: str, units_matter: bool) -> list[str]:
 
 def _both_signs(text: str) -> str:
     """The two values of `a \\pm b`; a text with several such signs, or with a list, as it is."""
+    if len(_PLUS_MINUS.findall(text)) != 1 or "\\mp" in text:
+        return text
     listed = notation.split_list(text)
-    if len(_PLUS_MINUS.findall(text)) != 1 or "\\mp" in text or (listed and listed[0] != "()"):
+    if listed and listed[0] != "()":
         return text
     plus = _PLUS_MINUS.sub("+", _LEADING_PLUS_MINUS.sub(r"\1", text))
     return f"{plus}, {_PLUS_MINUS.sub('-', text)}"
@@ -175,12 +177,10 @@ def same_figure(one: str, other: str) -> bool | None:
 
     So do both orders of a relation such as `AB \\perp CD`.
     """
-    signs, other_signs = map(_SYMMETRIC.findall, (one, other))
-    sides, other_sides = (
-        sorted(map(notation.key, _SYMMETRIC.split(text))) for text in (one, other)
-    )
-    if signs == other_signs and len(signs) == 1 and sides == other_sides:
-        return True
+    signs = _SYMMETRIC.findall(one)
+    if len(signs) == 1 and signs == _SYMMETRIC.findall(other):
+        sides = (sorted(map(notation.key, _SYMMETRIC.split(text))) for text in (one, other))
+        return True if next(sides) == next(sides) else None
     name, other_name = _FIGURE.fullmatch(one), _FIGURE.fullmatch(other)
     if not (name and other_name):
         return None
@@ -199,12 +199,13 @@ def as_latex(text: str) -> str:
         lambda m: f"{m.group(1)}\\sqrt{{{m.group(2)}}}" if m.group(2) else f"{m.group(1)}\\sqrt ",
         _PLAIN_NAME.sub(r"\1\\\2 ", text.replace("**", "^")),
     )
+    text = _EXPONENT_OF_TEN.sub(r" \\times 10^{\1}", text)
     # The parser takes I for the imaginary unit, and drops its index and its power.
     text = _CAPITAL_I.sub(lambda m: "\\mathit{I}" if m.group(1) else m.group(), text)
     text = _INDEXED.sub(  # x2 is x_2, and not 2x
         lambda m: f"{m.group(1)}_{{{m.group(2)}}}" if m.group(1) else m.group(), text
     )
-    text = _EXPONENT_OF_TEN.sub(r" \\times 10^{\1}", _DECIMAL_POWER.sub(_as_fraction, text))
+    text = _DECIMAL_POWER.sub(_as_fraction, text)
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)
     text = _DIFFERENCE.sub(_as_symbol, _DERIVATIVE.sub(_as_symbol, text))

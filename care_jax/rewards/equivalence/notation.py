@@ -82,7 +82,7 @@ _AND_MORE = r" (?:and|or) (?:over|older|above|more|up|greater|higher)$"
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
     rf"(?!.*(?:pi|pct|per ?cent|answer|ans|out of|infinity|base|{_AND_MORE}))"
-    r"(?!.*(?:/d|//)|(?:in|the|year|at|less|fewer|more|greater) )"
+    r"(?!.*(?:/d|//|/-)|(?:in|the|year|at|less|fewer|more|greater) )"
     r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
 )
@@ -160,6 +160,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\varnothing", r"\\emptyset"),
     (r"(?<!\\)\\&", "&"),
     (r"(?<![\\a-zA-Z])[iI]nfinity(?![a-zA-Z])", r"\\infty "),
+    (r"\+ ?/ ?-", r"\\pm "),
     (r"(?<!<)--?>|\\(?:to|longrightarrow)(?![a-z])", r"\\rightarrow "),
     (r"(?<=[A-Z]{2}) ?(?://|\|\|) ?(?=[A-Z]{2})", r" \\parallel "),
     (r"(?<![a-zA-Z\\])d([a-zA-Z])/d([a-zA-Z])(?![a-zA-Z])", r"\\frac{d\1}{d\2}"),

@@ -40,11 +40,15 @@ _NUMBER = re.compile(
     rf"(?![a-z]|[ -]{_PART})",
     re.IGNORECASE,
 )
+_RESTATED = re.compile(r"([^()]+) \(([^()]+)\)")
 _SIGN = re.compile(r"(?:minus|negative)[ -]", re.IGNORECASE)
 
 
 def in_digits(text: str) -> str:
     """The text with the number at its start, and the sign of it, in digits."""
+    if restated := _RESTATED.fullmatch(text):  # `five (5)`, but not `5 (5)`
+        one, other = map(in_digits, restated.groups())
+        return one if one == other and restated[1] != restated[2] else text
     sign = _SIGN.match(text)
     text = text[sign.end() :] if sign else text
     if match := _NUMBER.match(text):

@@ -31,7 +31,7 @@ _PREFIXED = {
     "W": ("μmkMG", "watt"), "V": ("μmkMG", "volt"), "A": ("nμmkMG", "amp ampere"),
     "Ω": ("mkMG", "ohm"), "Hz": ("mkMG", "hertz"), "Pa": ("mkMG", "pascal"),
     "eV": ("mkMG", "electronvolt"), "Wh": ("mkMG", ""), "VA": ("kM", ""),
-    "F": ("pnμm", "farad"), "H": ("nμm", "henry"), "C": ("nμm", "coulomb"), "T": ("μm", "tesla"),
+    "F": ("pnμm", "farad"), "H": ("pnμm", "henry"), "C": ("nμm", "coulomb"), "T": ("μm", "tesla"),
     "Wb": ("μm", "weber"), "mol": ("nμmk", "mole"), "cal": ("k", "calorie"),
 }  # fmt: skip
 _LONGER_THAN_SECONDS = {name: size * 10**12 for name, size in (

@@ -390,6 +390,29 @@ EQUAL = [
     ("Light-blue", "light blue"),
     ("Food \\& drink", "Food and drink"),
     ("x-axis", "x axis"),
+    # notations of one relation, root, numeral, reaction and power
+    ("AB // CD", "CD \\parallel AB"),
+    ("BD⊥AC", "AC \\perp BD"),
+    ("B∩A", "A \\cap B"),
+    ("p∧q", "q \\wedge p"),
+    ("\\triangle DEF ≅ \\triangle ABC", "\\triangle ABC \\cong \\triangle DEF"),
+    ("\\vec{a}-\\vec{b}", "\\mathbf{a}-\\mathbf{b}"),
+    ("\\overrightarrow{F}=m\\overrightarrow{a}", "\\vec{F} = m\\vec{a}"),
+    ("2\\sqrt[3]2", "2\\sqrt[3]{2}"),
+    ("(101)_2", "101_2"),
+    ("101 base 2", "101_2"),
+    ("\\ce{Fe2O3}", "Fe_2O_3"),
+    ("2H₂ + O₂ → 2H₂O", "2H_2 + O_2 \\to 2H_2O"),
+    ("2H2 + O2 -> 2H2O", "2H_2 + O_2 \\rightarrow 2H_2O"),
+    ("dy/dx", "\\frac{dy}{dx}"),
+    ("infinity", "\\infty"),
+    ("‐3", "-3"),
+    # a restated number, and signs typed by hand
+    ("five (5)", "5"),
+    ("5 (five)", "5"),
+    ("+/-2", "\\pm 2"),
+    ("⌊x⌋", "\\lfloor x \\rfloor"),
+    ("6", "6 pH"),
 ]
 DIFFERENT = [
     ("101₂", "1012"),
@@ -671,6 +694,11 @@ DIFFERENT = [
     ("less than 1%", "1%"),
     ("12k", "12"),
     ("at most 2", "x \\geq 2"),
+    # notations of one relation, root, numeral, reaction and power
+    ("101 base 3", "101_2"),
+    # a restated number, and signs typed by hand
+    ("5 (six)", "5"),
+    ("five (5) or six", "5"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -761,6 +789,14 @@ ASKED_EQUAL = [
     ("x_1=\\frac{5+\\sqrt{13}}{6}, x_2=\\frac{5-\\sqrt{13}}{6}", "\\frac{5\\pm\\sqrt{13}}{6}"),
     ("y=±3x/4", "y=\\pm\\frac34x"),
     ("1-\\sqrt2 or 1+\\sqrt2", "1 \\pm\\sqrt2"),
+    # notations of one relation, root, numeral, reaction and power
+    ("1e-3", "10^{-3}"),
+    ("3^{0.5}", "\\sqrt{3}"),
+    ("x^1.5", "x\\sqrt{x}"),
+    # a restated number, and signs typed by hand
+    ("1e5", "10^5"),
+    ("sinA/sinB", "\\frac{\\sin A}{\\sin B}"),
+    ("ln 5/ln 2", "\\frac{\\log 5}{\\log 2}"),
 ]
 ASKED_DIFFERENT = [
     ("3ABC", "3"),
@@ -860,6 +896,17 @@ ASKED_DIFFERENT = [
     # dates, bins, scales beside plain numbers and hyphens between words
     ("65 or older", "65"),
     ("sinx-cosx", "sinx cosx"),
+    # notations of one relation, root, numeral, reaction and power
+    ("AB \\perp CD", "AB \\parallel CD"),
+    ("A \\cup B", "A \\cap B"),
+    ("ab", "\\vec{a}\\cdot\\vec{b}"),
+    ("\\overrightarrow{BA}", "\\overrightarrow{AB}"),
+    ("24 -> 42", "42"),
+    ("q -> p", "p \\to q"),
+    ("3^{0.5}", "\\sqrt[3]{3}"),
+    ("1e-3", "10^3"),
+    # a restated number, and signs typed by hand
+    ("5 (5)", "5"),
 ]
 
 
