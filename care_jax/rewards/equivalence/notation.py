@@ -123,7 +123,10 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
     (rf"{_BOLD} ?\\times ?{_BOLD}", r"\\vec{\1} \\times \\vec{\2}"),
-    (r"\\(?:overrightarrow|hat|vec) ?(?:\{ ?(\w|\\[a-z]+) ?\}|(\w)(?!\w))", r"\\vec{\1\2}"),
+    (
+        r"\\(?:overrightarrow|hat|vec) ?(?:\{ ?([a-zA-Z]|\\[a-z]+) ?\}|([a-zA-Z])(?!\w))",
+        r"\\vec{\1\2}",
+    ),
     (_TEXT.pattern, _unwrap_text),
     (_TEXT.pattern, _unwrap_text),  # \text can be nested
     (  # switches of font and size, colours and phantoms
