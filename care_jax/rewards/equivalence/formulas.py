@@ -57,7 +57,8 @@ _SCRIPT = r"(?:\w|\{[^{}]*\})"
 _SYMBOL = rf"(?:\\(?:{GREEK})(?![a-z])|[a-zA-Z])(?: ?_ ?{_SCRIPT})?"
 _ARGUMENT = re.compile(
     rf"(\\(?:{'|'.join(_FUNCTIONS)})(?![a-zA-Z])(?: ?[_^] ?{_SCRIPT}){{0,2}}) {{0,2}}"
-    rf"(\d+(?:\.\d+)?|(?:\d+(?:\.\d+)? ?)?{_SYMBOL})"
+    rf"(\d+(?:\.\d+)?|\\(?:frac ?\{{[^{{}}]*\}}|sqrt) ?\{{[^{{}}]*\}}"
+    rf"|(?:\d+(?:\.\d+)? ?)?{_SYMBOL}(?: ?\^ ?{_SCRIPT})?)"
     rf"(?= ?(?:/|\*|\\(?:cdot|times|{'|'.join(_FUNCTIONS)})(?![a-zA-Z])))"
 )
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")

@@ -82,7 +82,7 @@ _AND_MORE = r" (?:and|or) (?:over|older|above|more|up|greater|higher)$"
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
     rf"(?!.*(?:pi|pct|per ?cent|answer|ans|out of|infinity|base|{_AND_MORE}))"
-    r"(?!.*(?:/d|//|/-)|(?:in|the|year|at|less|fewer|more|greater) )"
+    r"(?!.*(?:/d|//|/-)|(?:in|the|year|at|less|fewer|under|below|more|greater|over|above) )"
     r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
 )
@@ -170,10 +170,10 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"(?<=[\d)]) (?:in )?base (?=\d)", "_"),
     (rf"(?<=[\d%]){_AND_MORE}", "+"),
     (r"^(?i:in|(?:in )?(?:the )?year) (?=\d{4}$)", ""),
-    (r"^(?i:less|fewer) than ", "< "),
-    (r"^(?i:more|greater) than ", "> "),
-    (r"^(?i:at least) ", r"\\ge "),
-    (r"^(?i:at most) ", r"\\le "),
+    (r"^(?i:(?:less|fewer) than|under|below) (?=[-$\\\d.])", "< "),
+    (r"^(?i:(?:more|greater) than|over|above) (?=[-$\\\d.])", "> "),
+    (r"^(?i:at least) (?=[-$\\\d.])", r"\\ge "),
+    (r"^(?i:at most) (?=[-$\\\d.])", r"\\le "),
     (r"\\Delta ?(?=[A-Z]{3}(?![a-zA-Z]))", r"\\triangle "),
     (  # a phasor is its magnitude and angle
         r"(^|= ?)([^=,;()]*[\d})]) ?\\angle ?(-?\d[\d.]+|-?[\d.]+ degrees) *$",

@@ -413,6 +413,9 @@ EQUAL = [
     ("+/-2", "\\pm 2"),
     ("⌊x⌋", "\\lfloor x \\rfloor"),
     ("6", "6 pH"),
+    # bins in words and longer arguments
+    ("Under 18", "<18"),
+    ("over $50", "> $50"),
 ]
 DIFFERENT = [
     ("101₂", "1012"),
@@ -699,6 +702,10 @@ DIFFERENT = [
     # a restated number, and signs typed by hand
     ("5 (six)", "5"),
     ("five (5) or six", "5"),
+    # bins in words and longer arguments
+    ("under 18", "18"),
+    ("over 18", "<18"),
+    ("over the rainbow", "> the rainbow"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -797,6 +804,9 @@ ASKED_EQUAL = [
     ("1e5", "10^5"),
     ("sinA/sinB", "\\frac{\\sin A}{\\sin B}"),
     ("ln 5/ln 2", "\\frac{\\log 5}{\\log 2}"),
+    # bins in words and longer arguments
+    ("\\log x^2/2", "\\frac{\\log(x^2)}{2}"),
+    ("\\sin\\frac{\\theta}{2}/3", "\\frac13\\sin\\frac{\\theta}{2}"),
 ]
 ASKED_DIFFERENT = [
     ("3ABC", "3"),
@@ -907,6 +917,8 @@ ASKED_DIFFERENT = [
     ("1e-3", "10^3"),
     # a restated number, and signs typed by hand
     ("5 (5)", "5"),
+    # bins in words and longer arguments
+    ("\\ln\\sqrt{x}/2", "\\ln\\frac{\\sqrt{x}}{2}"),
 ]
 
 
