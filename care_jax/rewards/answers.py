@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from care_jax.rewards.choices import clean_choices, compare_choice
 from care_jax.rewards.equivalence import (
     formulas,
-    free_text,
     joined,
     matrices,
     notation,
@@ -28,7 +28,7 @@ from care_jax.rewards.equivalence import (
     quantities,
     relations,
 )
-from care_jax.rewards.symbolic import Comparison, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool, is_equal, outcome_of
 
 _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 _MAX_UNITS = 8  # at the end of an answer
@@ -81,11 +81,6 @@ def is_equivalent(
     return is_equal(outcome)
 
 
-def is_equal(outcome: str) -> bool:
-    """Whether an outcome of `compare` or of a `SymbolicPool` means equal."""
-    return outcome.startswith("equal")
-
-
 @functools.cache
 def shared_pool() -> SymbolicPool:
     """The pool of this process for `is_equivalent`, of one worker that is started when needed."""
@@ -109,93 +104,17 @@ def compare(
     if not prediction:
         return "different: empty"
     if choices:
-        return _compare_choice(prediction, gold, _clean_choices(tuple(choices)), same)
+        return compare_choice(prediction, gold, clean_choices(tuple(choices)), same)
     if options.is_letter(gold) and (letter := options.letter_of(prediction)) is not None:
-        return _outcome(letter == gold.strip("()[]"), "option")
+        return outcome_of(letter == gold.strip("()[]"), "option")
     letters = options.spelled_letters(gold)
     if letters and letters == options.spelled_letters(prediction):
-        return _outcome(True, "set of options")
+        return outcome_of(True, "set of options")
     return same(prediction, gold)
 
 
 # Each gold answer is compared with a whole group of rollouts, so it is cached.
 _clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
-
-
-@functools.lru_cache(maxsize=4096)
-def _clean_choices(choices: tuple[str, ...]) -> _Choices:
-    texts = [notation.clean(choice) for choice in choices]
-    mentions = [(free_text.fold_words(text), i) for i, text in enumerate(texts)]
-    mentions = [each for each in mentions if len(each[0]) > 1 or each[0].isdigit()]
-    mentions.sort(key=lambda each: -len(each[0]))
-    return _Choices(texts, [notation.key(text) for text in texts], mentions)
-
-
-class _Choices(NamedTuple):
-    """Cleaned choices, their lookup keys, and those that are more than a letter, longest first."""
-
-    texts: list[str]
-    keys: list[str]
-    mentions: list[tuple[str, int]]
-
-
-def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
-    """The options that a text names, by their letters and texts; empty for any other text."""
-    for known, name in ((choices.texts, text), (choices.keys, notation.key(text))):
-        if known.count(name) == 1:  # options may differ in case alone
-            return {known.index(name)}
-    num_choices = len(choices.texts)
-    if len(text) == 1 and (index := options.LETTERS.find(text.upper())) >= 0:
-        return {index} if index < num_choices else set()
-    if quantities.read_number(text):  # 5 A is in amperes
-        return set()
-    label, rest = options.label(text)
-    named = set()
-    if label and (own := options.LETTERS.index(label)) < num_choices:
-        if notation.key(rest) == choices.keys[own]:
-            return {own}
-        named = _fitting_options(rest, choices.texts, same)  # its text may be another option's
-        if own in named:
-            return {own}
-    # The texts of other options spoil a letter: `A or 15`.
-    folded = free_text.fold_words(text)
-    for option, index in choices.mentions:
-        if option in folded and (rest := options.without(text, option)) != text:
-            text = rest
-            named.add(index)
-    letter = options.choice_letter(text, num_choices)
-    return {options.LETTERS.index(letter), *named} if letter else set()
-
-
-def _fitting_options(text: str, choices: Iterable[str], same: Callable) -> set[int]:
-    """The options whose text, if not empty, a text equals by text rules."""
-    outcomes = (same(text, choice) if choice else "" for choice in choices)
-    return {i for i, each in enumerate(outcomes) if isinstance(each, str) and is_equal(each)}
-
-
-def _compare_choice(
-    prediction: str, gold: str, choices: _Choices, same: Callable[[str, str], str | Comparison]
-) -> str | Comparison:
-    """Compares options; both sides may name one by its letter or its text."""
-    texts, keys, _ = choices
-    named, gold_named = (_named_options(text, choices, same) for text in (prediction, gold))
-    if len(named) > 1:
-        return "different: several options"
-    index, gold_index = (each.pop() if len(each) == 1 else -1 for each in (named, gold_named))
-    if gold_index >= 0 and index >= 0:
-        return _outcome(index == gold_index, "option")
-    if gold_index < 0 and len(letters := options.choice_letters(gold, len(texts))) > 1:
-        same_letters = options.choice_letters(prediction, len(texts)) == letters
-        return _outcome(same_letters, "set of options")
-    if gold_index >= 0:
-        if keys[gold_index].upper() == options.LETTERS[gold_index]:
-            return "different: no option"  # options shown as pictures have no text to compare
-        outcome = same(prediction, texts[gold_index])
-        if isinstance(outcome, Comparison) or not is_equal(outcome):
-            return outcome
-        is_only = _fitting_options(prediction, texts, same) == {gold_index}  # 5 fits 5 cm and 5 m
-        return outcome if is_only else "different: several options"
-    return same(texts[index] if index >= 0 else prediction, gold)
 
 
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
@@ -209,7 +128,7 @@ def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Compari
             if rule == "number" and limits.tolerance:
                 within = f"within {100 * limits.tolerance:g}%"
                 return f"equal: number {within}" if decided else f"different: no number {within}"
-            return _outcome(decided, rule)
+            return outcome_of(decided, rule)
         split = [quantities.split_unit(text) for text in (prediction, gold)]
         (body, unit), (gold_body, gold_unit) = split
         # In `\pi r^2 h` the last letter is a variable.
@@ -287,10 +206,6 @@ def _certain(read: Callable[[str], Any], *texts: str) -> list[Any] | None:
 
 def _are_mathematics(prediction: str, gold: str) -> bool:
     return formulas.is_mathematics(gold, prediction) and formulas.is_mathematics(prediction, gold)
-
-
-def _outcome(is_same: bool, what: str) -> str:
-    return f"equal: same {what}" if is_same else f"different: another {what}"
 
 
 def _compare_values(prediction: str, gold: str, limits: _Limits) -> bool | None:

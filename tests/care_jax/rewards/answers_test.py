@@ -9,9 +9,9 @@ from answer_pairs import ASKED_DIFFERENT, ASKED_EQUAL, DIFFERENT, EQUAL, compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from care_jax.rewards.answers import is_equal, is_equivalent
+from care_jax.rewards.answers import is_equivalent
 from care_jax.rewards.equivalence.notation import clean
-from care_jax.rewards.symbolic import Comparison, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool, is_equal
 from care_jax.rewards.verifier import extract_answer
 
 CASES = Path(__file__).parents[3].parent / "shared" / "cases" / "equivalence.jsonl"
