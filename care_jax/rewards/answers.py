@@ -47,6 +47,10 @@ class _Limits(NamedTuple):
     num_decimals: int | None
     units_matter: bool
 
+    def of(self, gold: str) -> _Limits:
+        """No tolerance if the gold answer is a calendar year."""
+        return self._replace(tolerance=0.0) if quantities.is_year(gold) else self
+
 
 def is_equivalent(
     prediction: str,
@@ -63,7 +67,8 @@ def is_equivalent(
         prediction: the content of an answer span, LaTeX or text.
         gold: the reference answer; with `choices` the letter or the text of an option.
         choices: options in order (A, B, ...); an option's letter and its text are equivalent.
-        tolerance: relative error allowed between numbers; ChartQA uses 0.05.
+        tolerance: relative error allowed between numbers; ChartQA uses 0.05. None is allowed
+            between years (`2010`, not `2,010`), bounds (`> 50`), and parts of ranges and dates.
         num_decimals: numbers that round to the same value are equal. None is exact, but rounds to
             six decimals against fractions such as 1/3 and in computer algebra.
         units_matter: an answer without a unit differs from one with a unit.
@@ -118,6 +123,7 @@ _clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
 
 
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
+    limits = limits.of(gold)
     for _ in range(_MAX_UNITS):
         if prediction == gold:
             return "equal: same text"
@@ -150,6 +156,8 @@ def _for_algebra(prediction: str, gold: str, limits: _Limits) -> str | Compariso
         return "different: other words"
     if any(clock and clock.is_certain for clock in map(joined.read_clock, (prediction, gold))):
         return "different: another time"
+    if joined.is_range(gold):
+        return "different: another range or date"  # and no difference, such as -11 for 18-29
     if refusal := formulas.refusal(notation.split_assignment(prediction)[1], gold):
         return f"refused: {refusal}"
     if all(map(_STATEMENT_NUMBERS.fullmatch, (prediction, gold))):
@@ -210,7 +218,7 @@ def _are_mathematics(prediction: str, gold: str) -> bool:
 
 def _compare_values(prediction: str, gold: str, limits: _Limits) -> bool | None:
     """Compares two parts of answers, such as items of lists; None if undecided."""
-    decided, _ = _compare_parts(prediction, gold, limits)
+    decided, _ = _compare_parts(prediction, gold, limits.of(gold))
     return False if decided is None and not _are_mathematics(prediction, gold) else decided
 
 
@@ -284,7 +292,7 @@ def _compare_regions(
     def same_bound(one: str, other: str) -> bool | None:
         if "\\infty" in one + other:
             return notation.key(one) == notation.key(other)
-        return _compare_values(one, other, limits)
+        return _compare_values(one, other, limits._replace(tolerance=0.0))
 
     def same(one: relations.Interval, other: relations.Interval) -> bool | None:
         if one.brackets != other.brackets:

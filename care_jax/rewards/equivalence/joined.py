@@ -93,6 +93,11 @@ _STARTS = set("$0123456789")
 _JOINT = re.compile(r"[-/:x]")
 
 
+def is_range(text: str) -> bool:
+    """Whether a text is numerals joined by hyphens, or a date such as 1/2/2010."""
+    return re.search(r"-|/.*/", text) is not None and _JOINED.fullmatch(text) is not None
+
+
 def _scaled(numeral: str) -> str:
     """A numeral as Python reads it: 30k is 30e3."""
     numeral = numeral.replace(",", "").strip().lower()

@@ -131,6 +131,16 @@ _UNIT_WORD = re.compile(
 _CURRENCY = re.compile(r"(?: |((?:US)?\$|[€£¥₹]|(?:USD|EUR|GBP|CNY|INR|Rs\.?)(?= ?[$\d.])))*")
 
 
+# 2010, 1990s, the season 2010/11, 2010 (year), 2010年.
+_YEAR = re.compile(r"(?:1[5-9]|20)\d\d(?:'?s|/\d\d| ?\(?year\)?| ?年)?")
+_DECADE = re.compile(r"(?:1[89]|20)\d0'?s")
+
+
+def is_year(text: str) -> bool:
+    """Whether a text is a calendar year, a decade or a season; `2,020` and `2020.5` are not."""
+    return _YEAR.fullmatch(text) is not None
+
+
 class Number(NamedTuple):
     """A number as written.
 
@@ -151,6 +161,8 @@ class Number(NamedTuple):
 def read_number(text: str) -> Number | None:
     """Parses a cleaned text that is a number as a whole; None for any other text."""
     text = text.strip()
+    if _DECADE.fullmatch(text):  # not seconds
+        return None
     for _ in range(_MAX_BRACKETS):
         if len(text) > 2 and text[0] == "(" and text[-1] == ")" and "," not in text:
             text = text[1:-1].strip()  # (1,234) is a point

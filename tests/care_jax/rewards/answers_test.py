@@ -132,6 +132,21 @@ def test_tolerance_is_relative_to_the_gold_answer():
         assert compare(text, text, **relaxed) == "equal"
 
 
+def test_years_and_bounds_have_no_tolerance():
+    relaxed = {"tolerance": 0.05}
+    for gold in ("2,020", "$2,020", "2020.5", "2020%", "2020 km"):
+        assert compare("2050", gold, **relaxed) == "equal", gold
+    for other, gold in (
+        ("2011", "2010"), ("x = 2011", "2010"), ("2013, 2017", "2014, 2016"), ("2011年", "2010年"),
+        ("Dec 18, 2021", "Dec 18, 2020"), ("184", "2010/11"), ("1999", "2010-11"),
+        (">52", ">50"), ("[2014, 2100]", "[2014, 2016]"), ("2010 (year)", "2000 (year)"),
+    ):  # fmt: skip
+        assert compare(other, gold, **relaxed) == "different", gold
+        assert compare(gold, gold, **relaxed) == "equal", gold
+    for other, gold in (("1980s", "1990s"), ("2009 + 2", "2010")):
+        assert not is_equivalent(other, gold, **relaxed), gold
+
+
 def test_decimals_round_both_sides():
     assert compare("0.67", "2/3", num_decimals=2) == "equal"
     assert compare("0.7", "2/3", num_decimals=2) == "different"
