@@ -37,6 +37,8 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
 _STATEMENT_NUMBERS = re.compile(r"(?:\(\d\) ?)+")
 _TWO_LETTERS = re.compile(r"[a-zA-Z]{2}")
 _VECTOR = re.compile(r"\\(?:vec|hat|overrightarrow)(?![a-z])[^=,]*\\times(?![a-z])")
+_NO_BRACKETS = ("", "or")  # of a list
+_UNKNOWNS = set("xyztnmk")
 _DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
 
 
@@ -180,8 +182,9 @@ def _for_algebra(prediction: str, gold: str, limits: _Limits) -> str | Compariso
         return "different: other primes"  # computer algebra ignores them
     listed = notation.split_list(prediction) if "=" in prediction else None
     if "=" not in gold:
-        items = listed[1] if listed and not listed[0] else [prediction]
+        items = listed[1] if listed and listed[0] in _NO_BRACKETS else [prediction]
         prediction = ", ".join(notation.split_assignment(item)[1] for item in items)
+        listed = None
     elif name and not listed and prediction.count("=") > gold.count("="):
         prediction = f"{name} = {value}"
     if prediction.count("=") > gold.count("=") and not listed:
@@ -200,7 +203,7 @@ def _several_values(text: str, other: str) -> bool:
     Computer algebra would take the last of them.
     """
     listed = notation.split_list(text) if "=" in text else None
-    is_several = listed is not None and not listed[0]
+    is_several = listed is not None and listed[0] in _NO_BRACKETS
     return is_several and not (
         notation.split_list(other) or notation.has_relation(text + other) or "\\pm" in text + other
     )
@@ -250,6 +253,8 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
         cells = zip(*(itertools.chain(*rows) for rows in pair), strict=True)
         return _all(_compare_values(one, other, limits) for one, other in cells), "matrix"
     lists = notation.split_list(prediction), notation.split_list(gold)
+    if "=" in prediction and "=" in gold:
+        lists = lists[0] or notation.split_tuple(prediction), lists[1] or notation.split_tuple(gold)
     if lists[0] and lists[1]:
         return _compare_lists(lists[0], lists[1], limits), "list"
     if any(items and len(items[1]) == 1 and items[1][0][:1] not in "[{\\" for items in lists):
@@ -311,9 +316,15 @@ def _compare_lists(
     prediction: tuple[str, list[str]], gold: tuple[str, list[str]], limits: _Limits
 ) -> bool | None:
     (brackets, items), (gold_brackets, gold_items) = prediction, gold
+    items, gold_items = _with_names(items), _with_names(gold_items)
     # `x = 1, y = 2` has the order of its names for `1, 2`; between two such lists the names decide.
     is_named, is_gold_named = (_names_differ(given) for given in (items, gold_items))
-    is_unordered = {brackets, gold_brackets} <= {"", "{}"} and is_named == is_gold_named
+    is_unordered = {brackets, gold_brackets} <= {"", "or", "{}"} and is_named == is_gold_named
+    if brackets != gold_brackets and "or" in (brackets, gold_brackets):
+        # Alternatives are a list only if they are the values of one variable.
+        is_one = is_unordered and not is_named
+        if not (is_one and all(map(_is_value, items + gold_items))):
+            return False
     if is_unordered and "{}" in (brackets, gold_brackets):
         items, gold_items = (  # a set has each of its members once
             list({notation.key(item): item for item in given}.values())
@@ -332,16 +343,51 @@ def _compare_lists(
         )
     if brackets and gold_brackets and brackets != gold_brackets:
         return False
+    if "()" in (brackets, gold_brackets):
+        items, gold_items = _by_name(items), _by_name(gold_items)
     pairs = zip(items, gold_items, strict=True)
     return _all(_compare_values(one, other, limits) for one, other in pairs)
 
 
+def _with_names(items: list[str]) -> list[str]:
+    """`x = 1, 3` as `x = 1, x = 3`."""
+    named, name = [], ""
+    for item in items:
+        own, _ = notation.split_assignment(item)
+        is_bare = name and not own and "=" not in item and not notation.has_relation(item)
+        named.append(f"{name} = {item}" if is_bare else item)
+        name = own or name
+    return named
+
+
+def _is_value(item: str) -> bool:
+    """Whether an item is a number or a formula: no word, option letter or Roman numeral."""
+    name, value = notation.split_assignment(item)
+    is_formula = formulas.is_mathematics(value, value) and (name or not value.isalpha())
+    return bool(is_formula or quantities.read_number(value))
+
+
+def _by_name(items: list[str]) -> list[str]:
+    """Coordinates in the order of their names, such as x, y, z or a_1, a_2; others as given."""
+    named = sorted((notation.key(notation.split_assignment(item)[0]), item) for item in items)
+    is_run = all(
+        one and (one[:-1], ord(one[-1]) + 1) == (other[:-1], ord(other[-1]))
+        for (one, _), (other, _) in itertools.pairwise(named)
+    )
+    return [item for _, item in named] if is_run else items
+
+
 def _roots(*lists: list[str]) -> tuple[list[str], ...] | None:
-    """The values of one variable, if `x = 1, x = 3` is compared with `x_1 = 1, x_2 = 3`."""
+    """The values of one variable, if `x = 1, x = 3` is compared with `x_1 = 1, x_2 = 3`.
+
+    The indices of an unknown number its values in any order, and those of R_1 and R_2 do not.
+    """
     pairs = [[notation.split_assignment(item) for item in items] for items in lists]
     names = [{notation.key(name) for name, _ in each} for each in pairs]
-    is_one = len({notation.variable(name) for each in pairs for name, _ in each}) == 1
-    if not is_one or names[0] == names[1] or "" in names[0] | names[1]:
+    variables = {notation.variable(name) for each in pairs for name, _ in each}
+    if len(variables) != 1 or "" in variables:
+        return None
+    if names[0] == names[1] and not variables <= _UNKNOWNS:
         return None
     return tuple([value for _, value in each] for each in pairs)
 

@@ -156,6 +156,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\langle(?![a-z]) ?([^<>]*) ?\\rangle(?![a-z])", r"(\1)"),
     (r" ?\( ?(?:approximately|approx\.?|about|\\approx) ([^()]*)\)$", r" \\approx \1"),
     (r"\{ ?\}(?=\^)", ""),
+    (r"^[a-zA-Z] *\\in *(?=\\\{[^|:]*$|\{[^|:]*,)", ""),  # a member of a set that is listed
     (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\(?:text)?degree(?![a-z])", " degrees "),
     (r"\\?%|(?<![a-zA-Z])(?:per ?cent(?:age points?)?|pct)(?![a-zA-Z])", "%"),
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
@@ -400,8 +401,22 @@ def _is_name(text: str) -> bool:
     )
 
 
+def split_tuple(text: str) -> tuple[str, list[str]] | None:
+    """`(a, b) = (1, 2)` as the list `a = 1, b = 2`; None for any other text."""
+    sides = [split_list(side) for side in text.split("=")]
+    if len(sides) != 2 or not all(side and side[0] == "()" for side in sides):
+        return None
+    names, values = (side[1] for side in sides if side)
+    if len(names) != len(values):
+        return None
+    return "", [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
+
+
 def split_list(text: str) -> tuple[str, list[str]] | None:
-    """Brackets (opening and closing, "" for none) and items; None if the text is not a list."""
+    """Brackets (opening and closing, "" for none) and items; None if the text is not a list.
+
+    The brackets are "or" for alternatives, which are none, `2 or 3`.
+    """
     text = text.strip()
     opened: list[re.Match] = []
     separators: dict[int, list[re.Match]] = {}  # by nesting depth
@@ -428,6 +443,7 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
     ends = [*(split.start() for split in splits), end]
     items = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
     if not brackets:
+        brackets = "or" if "or" in _CONNECTIVE.findall(text) else ""
         items = [part.strip() for item in items for part in _CONNECTIVE.split(item)]
     items = [item for item in items if item]
     is_list = len(items) > 1 or brackets in ("{}", "[]")
