@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from care_jax.rewards.equivalence import free_text, quantities
+from care_jax.rewards.equivalence.boxes import FONT_NAMES, TEXT, TEXT_NAMES, closing, unbox
 
 MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
 _MAX_ITEMS = 64  # of a list
@@ -37,39 +38,15 @@ _TRANSLATION = {ord(key): value for key, value in _SYMBOLS.items()}
 _SUPERSCRIPTS = re.compile("[\u2070-\u207f¹²³\u02b0-\u02b8\u02e1-\u02e3\u1d2c-\u1d61]+")
 _SUBSCRIPTS = re.compile("[\u2080-\u209c\u1d62-\u1d6aⱼ]+")
 _ROOT_SIGN = re.compile(r"([√∛∜]) ?(\d+(?:\.\d+)?|\w)")
-_TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox)"
-_FONT_NAMES = r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath|operatorname)"
 _BOLD = r"\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}"
-_TEXT = re.compile(rf"({_TEXT_NAMES}|{_FONT_NAMES})\*? ?\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 # Numerals before and after a text command that would join a numeral at its start or end.
 _NUMERAL_BEFORE = re.compile(
     r"(?:[\d.,/]|[\w)}] ?[-+*]|\\(?:times|cdot|sqrt)"
-    rf"|{_TEXT_NAMES} ?\{{[^{{}}]*[\d.,/] ?\}})[ {{]*$"
+    rf"|{TEXT_NAMES} ?\{{[^{{}}]*[\d.,/] ?\}})[ {{]*$"
 )
 _NUMERAL_AFTER = re.compile(
-    rf"[ }}]*(?:[\d.,/^+*-]|\\(?:times|cdot)(?![a-z])|{_TEXT_NAMES} ?\{{ ?[\d.,/])"
+    rf"[ }}]*(?:[\d.,/^+*-]|\\(?:times|cdot)(?![a-z])|{TEXT_NAMES} ?\{{ ?[\d.,/])"
 )
-_BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
-# Around a box: delimiters, what separates it from other values, and what is part of its value.
-_DELIMITER = re.compile(r"\$+|\\[()\[\],;:! ]|\*\*|\\left(?![a-z])|\\right(?![a-z])")
-_SEPARATOR = re.compile(
-    r"[=:;,.<>&。，]|\\\\|\\(?:approx|equiv|implies|Rightarrow|therefore|to|leq?|geq?|lt|gt|end)(?![a-z])"
-)
-_OPERATION = r"\\(?:pm|mp|times|cdot|div|sqrt|frac|pi|sin|cos|tan|log|ln|circ)(?![a-z])"
-_BEFORE_BOX = re.compile(
-    rf"(?:[+*/^_({{\[]|\S ?-|{_OPERATION}) ?$|[-\d)}}]$"
-    r"|(?<![a-zA-Z])(?:not|no|nor|n't|neither|either) ?$|\S (?:or|and) ?$"
-)
-_AFTER_BOX = re.compile(
-    rf"[\w)}}\](]| ?(?:[-+*/](?! |[a-zA-Z]{{2}}|$)|[+*/] ?[\d\\]|[\^_!]|\\?%|{_OPERATION}"
-    r"|(?:or|and|nor)(?![a-zA-Z]))"
-)
-_IS_DENIED = re.compile(
-    rf" (?:is|was|seems|can)(?![a-z]).*?(?:{free_text.NEGATION.pattern})", re.IGNORECASE
-)
-_PROSE_BEFORE = re.compile(r"^.*(?<![\\a-zA-Z])[a-zA-Z]{2,}(?![a-zA-Z{]) ?")
-_PROSE_AFTER = re.compile(r" (?!or |and |nor )[a-zA-Z]{3,}.*")
-_BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 _INDEX = re.compile(r"(?<=[a-zA-Z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
 _PREFIX = re.compile(
@@ -105,7 +82,7 @@ def _unwrap_text(match: re.Match) -> str:
     """The content of `\\text{}`, in quotes if a numeral in it would join one outside."""
     name, content = match.groups()
     before = match.string[max(0, match.start() - 40) : match.start()]
-    is_joined = re.match(_TEXT_NAMES, name) and (
+    is_joined = re.match(TEXT_NAMES, name) and (
         (re.match(r" *[\d.,/]", content) and _NUMERAL_BEFORE.search(before))
         or (re.search(r"[\d.,/] *$", content) and _NUMERAL_AFTER.match(match.string, match.end()))
     )
@@ -131,10 +108,10 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
     (rf"{_BOLD} ?\\times ?{_BOLD}", r"\\vec{\1} \\times \\vec{\2}"),
-    (_TEXT.pattern, _unwrap_text),
-    (_TEXT.pattern, _unwrap_text),  # \text can be nested
+    (TEXT.pattern, _unwrap_text),
+    (TEXT.pattern, _unwrap_text),  # \text can be nested
     (  # switches of font and size, colours and phantoms
-        rf"(?:{_FONT_NAMES}|\\(?:bf|it|rm|sf|tt|em|(?:bf|it|sl)(?:series|shape)"
+        rf"(?:{FONT_NAMES}|\\(?:bf|it|rm|sf|tt|em|(?:bf|it|sl)(?:series|shape)"
         r"|(?:text|script)style|tiny|small|normalsize|large|Large|LARGE|huge|Huge))"
         r"(?![a-zA-Z{])(?! \{) ?"
         r"|\\(?:bf|it|rm|sf|tt|em|large|Large|LARGE|huge|Huge|textstyle)(?=[ {])"
@@ -178,7 +155,7 @@ def clean(text: str) -> str:
         text = text.replace(mangled, command)
     text = " ".join(text.split())
     if "\\boxed" in text or "\\fbox" in text:
-        text = _unbox(text)
+        text = unbox(text)
     if len(text) > MAX_CHARS:
         return _truncated(text)
     text = free_text.formula_of_sentence(_PREFIX.sub("", text, count=1))
@@ -232,65 +209,6 @@ def _is_wrapped(text: str) -> bool:
         return is_alone or text[0] == inner[:1] == "*"
     is_one_value = not any(c in ",;" for c in inner) or inner[:1] == "{"
     return is_one_value and closing(text, 1) == len(text) - 1
-
-
-def _unbox(text: str) -> str:
-    """The content of the last `\\boxed{}`, joined with boxes that only a few words separate."""
-    found = list(boxes(text))
-    if not found:
-        return text.replace("\\boxed", "").replace("\\fbox", "")
-    contents = [found[-1][2]]
-    start = found[-1][0]
-    for (first, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
-        gap = _TEXT.sub(r" \1 ", text[end:begin]) if begin - end <= 80 else ". "
-        if free_text.SENTENCE_END.search(gap) or len(free_text.PLAIN_WORD.findall(gap)) > 4:
-            break
-        contents.append(content)
-        start = first
-    inner = _with_outside(text[:start], ", ".join(reversed(contents)), text[found[-1][1] :])
-    # A box around a box is the same as the inner one.
-    return _unbox(inner) if _BOX.match(inner) and len(inner) <= MAX_CHARS else inner
-
-
-def _with_outside(before: str, inner: str, after: str) -> str:
-    """The content of a box with what belongs to it outside: a sign, factor, unit or `not`."""
-    before, after = (
-        _TEXT.sub(r" \2 ", _DELIMITER.sub("", part)) for part in (before[-200:], after[:200])
-    )
-    before = _SEPARATOR.split(before)[-1]
-    has_before, has_after = _BEFORE_BOX.search(before), _AFTER_BOX.match(after)
-    after = _SEPARATOR.split(after)[0].rstrip()
-    if _IS_DENIED.match(after):
-        return f"{inner}{after}"
-    if not has_before and not has_after:
-        is_unit = quantities.split_unit(f"1 {after.strip()}")[0] == "1"
-        return f"{inner} {after.strip()}" if is_unit else inner
-    if not free_text.NEGATION.search(before) and not free_text.HEDGE.search(before):
-        before = _PROSE_BEFORE.sub("", before)
-    before = before if has_before else ""
-    after = _PROSE_AFTER.sub("", after) if has_after else ""
-    is_sum = re.search(r"\S ?[-+,]", inner) is not None
-    return f"{before}({inner}){after}" if is_sum else f"{before}{inner}{after}"
-
-
-def boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and content of each balanced box, up to one that is not closed."""
-    start = 0
-    while match := _BOX.search(text, start):
-        end = closing(text, match.end())
-        if end < 0:
-            return
-        yield match.start(), (start := end + 1), text[match.end() : end]
-
-
-def closing(text: str, start: int, opening: str = "{") -> int:
-    """Index of the brace, or round bracket, that closes the one just before `start`; -1 if none."""
-    depth = 1
-    for match in _BRACKETS[opening].finditer(text, start):
-        depth += (match.group() == opening) - (match.group() in ("}", ")"))
-        if depth == 0:
-            return match.start()
-    return -1
 
 
 def caseless_key(text: str) -> str:

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from care_jax.rewards.equivalence.boxes import closing
 from care_jax.rewards.equivalence.free_text import final_answer
 from care_jax.rewards.equivalence.notation import (
     MAX_CHARS,
     clean,
-    closing,
     has_relation,
     split_assignment,
     split_list,
