@@ -361,10 +361,10 @@ def _with_names(items: list[str]) -> list[str]:
 
 
 def _is_value(item: str) -> bool:
-    """Whether an item is a number or a formula: no word, option letter or Roman numeral."""
+    """Whether an item is a value: no inequality, word, option letter or Roman numeral."""
     name, value = notation.split_assignment(item)
     is_formula = formulas.is_mathematics(value, value) and (name or not value.isalpha())
-    return bool(is_formula or quantities.read_number(value))
+    return bool(is_formula or quantities.read_number(value)) and not notation.has_relation(item)
 
 
 def _by_name(items: list[str]) -> list[str]:

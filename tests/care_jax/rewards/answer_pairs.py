@@ -68,6 +68,10 @@ EQUAL = [
     ("5 cm or 8 cm", "8, 5"),
     ("x=0 or x=1", "\\{0,1\\}"),
     ("red or blue", "blue or red"),
+    # inequalities and points left out
+    ("m>-1且m≠0", "m>-1, m\\neq 0"),
+    ("(1,3)\\cup(3,\\infty)", "m > 1 and m \\neq 3"),
+    ("-1 < k < 0 or 0 < k < 1/2", "k ≠ 0 且 -1 < k < 0.5"),
     # coordinates
     ("y=2, x=1", "(1,2)"),
     ("c=0, b=2, a=1", "(1,2,0)"),
@@ -389,6 +393,9 @@ DIFFERENT = [
     ("A or C", "A, C"),
     ("I, II or III", "I, II and III"),
     ("Group 1 or Group 2", "Group 1, Group 2"),
+    # inequalities
+    ("x>a or x≠b", "x>a, x≠b"),
+    ("x>1 or y>2", "x>1 and y>2"),
     # coordinates
     ("y=2, x=1", "(2,1)"),
     ("x_2=4, x_1=5", "(4,5)"),
@@ -636,7 +643,6 @@ ASKED_EQUAL = [
     ("g \\frac{M-m}{M+m}", "\\frac{(M-m)g}{M+m}"),
     ("R I^2", "I^2 R"),
     ("\\Gamma + \\gamma", "\\gamma + \\Gamma"),
-    ("m>-1且m≠0", "m>-1, m\\neq 0"),
     ("-L\\frac{di}{dt}", "-\\frac{di}{dt}L"),
     ("2\\pi r \\frac{dr}{dt}", "\\frac{dr}{dt} 2\\pi r"),
     ("\\frac{2d}{3}", "\\frac{2}{3}d"),
@@ -722,6 +728,9 @@ ASKED_DIFFERENT = [
     ("5 größer", "5"),
     ("5 más", "5"),
     ("x>2或3", "x>2"),
+    ("m>1 or m≠3", "m > 1 and m \\neq 3"),
+    ("k≤1或k≠0", "k \\le 1 且 k \\ne 0"),
+    ("m>1", "m > 1 and m \\neq 3"),
     ("-L\\frac{di}{dt}", "L\\frac{di}{dt}"),
     ("2\\pi r\\frac{dr}{dt}", "3\\pi r\\frac{dr}{dt}"),
     ("1\\frac{3}{4}\\pi", "\\frac{3\\pi}{4}"),
