@@ -228,7 +228,7 @@ def _compare_values(prediction: str, gold: str, limits: _Limits) -> bool | None:
 def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | None, str]:
     """`_compare_values`, and the kind of comparison."""
     texts = prediction, gold
-    numbers = quantities.read_number(prediction), quantities.read_number(gold)
+    numbers = quantities.read_number(prediction), quantities.read_number(gold, is_gold=True)
     if numbers[0] and numbers[1]:
         return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
     # After numbers, as mW is not MW. The unit of a number may be KW.

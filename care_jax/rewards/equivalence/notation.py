@@ -133,6 +133,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\langle(?![a-z]) ?([^<>]*) ?\\rangle(?![a-z])", r"(\1)"),
     (r" ?\( ?(?:approximately|approx\.?|about|\\approx) ([^()]*)\)$", r" \\approx \1"),
     (r"\{ ?\}(?=\^)", ""),
+    (r"[,;] ?(?:\.{3,}|\\[lc]?dots(?![a-z]))", ", …"),  # a list that goes on
     (r"^[a-zA-Z] *\\in *(?=\\\{[^|:]*$|\{[^|:]*,)", ""),  # a member of a set that is listed
     (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\(?:text)?degree(?![a-z])", " degrees "),
     (r"\\?%|(?<![a-zA-Z])(?:per ?cent(?:age points?)?|pct)(?![a-zA-Z])", "%"),
@@ -244,6 +245,8 @@ _ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
 _NUMBER_IN_NAME = re.compile(
     r"(angle|sin|cos|tan|cot|sec|csc|log|ln|lg) ?\{?\d+(?:\.\d+)?\}?|(?<=[a-zA-Z])\d+"
 )
+# `\sqrt{x} = 5` is an equation, while `\tan x` is a value that may be asked for.
+_FUNCTION_OF = re.compile(r"(?:sqrt|log|ln|lg|exp)(?![a-z]) ?[({]? ?[a-zA-Z\\]")
 _PUNCTUATION = re.compile(r"\\[{}]|[()\[\]{},;]")
 _CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[\W_A-Z\d])")
 
@@ -311,6 +314,8 @@ def variable(name: str) -> str:
 
 
 def _is_name(text: str) -> bool:
+    if _FUNCTION_OF.search(text):
+        return False
     text = _NUMBER_IN_NAME.sub(r"\1", _ARGUMENT.sub("", text))
     return (
         0 < len(text) <= 40

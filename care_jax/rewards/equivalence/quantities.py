@@ -158,8 +158,11 @@ class Number(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16384)  # rollouts of one question often give the same answer
-def read_number(text: str) -> Number | None:
-    """Parses a cleaned text that is a number as a whole; None for any other text."""
+def read_number(text: str, is_gold: bool = False) -> Number | None:
+    """Parses a cleaned text that is a number as a whole; None for any other text.
+
+    After a gold number up to 1 any word is a unit: `1 apple`. In an answer it may be `1 less`.
+    """
     text = text.strip()
     if _DECADE.fullmatch(text):  # not seconds
         return None
@@ -185,7 +188,7 @@ def read_number(text: str) -> Number | None:
     if (scale := _SHORT_SCALE.match(tail)) and (currency or len(scale.group(1)) == 2):
         value, tail = value * _SHORT_SCALES[scale.group(1).lower()], tail[scale.end() :]
     is_percent = tail.startswith("%")
-    unit = _read_unit(tail[is_percent:].strip(), is_one=value <= 1)
+    unit = _read_unit(tail[is_percent:].strip(), is_one=is_gold and value <= 1)
     if unit is None or (tail == body[end:] and _PRODUCT.fullmatch(tail)):
         return None
     if currency and unit != currency:
@@ -233,7 +236,7 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
     """Canonical name of a unit, "" for no unit; None if the text is not a unit.
 
     Any words may be one if they end in a plural or follow "per". In "5 wrong" and "2010 May" the
-    word is no unit; `is_one` means that the number is at most 1, whose unit may be a singular.
+    word is no unit; `is_one` means that the unit may be a singular.
     """
     if text.startswith("\\cdot"):  # a product
         return None
@@ -277,7 +280,7 @@ def is_close(
     num_decimals: int | None,
     units_matter: bool = False,
 ) -> bool:
-    """Whether two numbers agree. If only one has a percent sign, 50% equals both 50 and 0.5.
+    """Whether two numbers agree. If only one has a percent sign, 50% equals 50, 0.5 and 1/2.
 
     Args:
         units_matter: a number without a unit differs from one with a unit.
@@ -297,7 +300,9 @@ def is_close(
     pairs = [(prediction.value, gold.value)]
     if prediction.is_percent != gold.is_percent:
         one, other = (each.value / (100 if each.is_percent else 1) for each in (prediction, gold))
-        pairs.append((one, other))
+        plain = gold if prediction.is_percent else prediction
+        is_fraction = not plain.is_decimal and 0 < abs(plain.value) < 1  # 1/2 is not 0.5%
+        pairs = [(one, other)] if is_fraction else [*pairs, (one, other)]
     is_default = num_decimals is None
     if is_default and prediction.is_decimal != gold.is_decimal:
         exact = gold.value if prediction.is_decimal else prediction.value
