@@ -126,6 +126,9 @@ _clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
 
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
     limits = limits.of(gold)
+    functions, domains = zip(*map(notation.split_domain, (prediction, gold)), strict=True)
+    if not all(domains) or _compare_values(domains[0], domains[1], limits):
+        prediction, gold = functions  # one side may omit the domain
     for _ in range(_MAX_UNITS):
         if prediction == gold:
             return "equal: same text"

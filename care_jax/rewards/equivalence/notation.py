@@ -64,6 +64,7 @@ _CLOSING_MARK = re.compile(r" ?\\(?:checkmark|qed)$|(?<=[a-zA-Z]{3})!+$")
 _MAX_DECORATIONS = 12
 _QUOTES = {'"': '"', "'": "'", "“": "”", "`": "`", "*": "*", "_": "_", "«": "»",
            "【": "】", "「": "」", "{": "}"}  # fmt: skip
+_CONDITION = re.compile(r"[a-zA-Z] ?(?:[|:]|\\mid|\\in)")  # of the members of a set
 _PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end alone is a prime
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
@@ -134,6 +135,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r" ?\( ?(?:approximately|approx\.?|about|\\approx) ([^()]*)\)$", r" \\approx \1"),
     (r"\{ ?\}(?=\^)", ""),
     (r"[,;] ?(?:\.{3,}|\\[lc]?dots(?![a-z]))", ", …"),  # a list that goes on
+    (r"^\\?\{ ?([a-zA-Z]) ?(?:[|:]|\\mid) ?(?=\1 ?=)([^<>]*?)\\?\}$", r"{\2}"),
     (r"^[a-zA-Z] *\\in *(?=\\\{[^|:]*$|\{[^|:]*,)", ""),  # a member of a set that is listed
     (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\(?:text)?degree(?![a-z])", " degrees "),
     (r"\\?%|(?<![a-zA-Z])(?:per ?cent(?:age points?)?|pct)(?![a-zA-Z])", "%"),
@@ -208,8 +210,8 @@ def _is_wrapped(text: str) -> bool:
     if text[0] != "{":
         is_alone = text[0] not in inner and text[-1] not in inner
         return is_alone or text[0] == inner[:1] == "*"
-    is_one_value = not any(c in ",;" for c in inner) or inner[:1] == "{"
-    return is_one_value and closing(text, 1) == len(text) - 1
+    is_set = any(c in ",;" for c in inner) or _CONDITION.match(inner)
+    return (not is_set or inner[:1] == "{") and closing(text, 1) == len(text) - 1
 
 
 def caseless_key(text: str) -> str:
@@ -238,6 +240,7 @@ _NEXT_NAME = re.compile(r" ?(?:\\\\| ) ?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?$")
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _MARKED = re.compile(r"([^\s'])('+|\^ ?(?:T(?![a-zA-Z])|\\top|\{ ?(?:T|\\top) ?\}))")
 _POINT = re.compile(r"([A-Z](?:'|_\w)?) ?(\((?=[^()]*\d)[^(),]*,[^()]*\))")
+_DOMAIN = re.compile(r"([^,]+?)(?:, ?| ?\()([^(),=]+)\)?")
 _OPERATOR = re.compile(r"[\w)}] ?(?:[-+*/^(]|\\(?:times|cdot|div|sqrt|pi)(?![a-z]))")
 _CONSTANT = re.compile(r"\\(?:times|cdot|div|sqrt|frac|pi)(?![a-z])|degrees")
 _ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
@@ -279,6 +282,16 @@ def split_assignment(text: str) -> tuple[str, str]:
     if all(map(_is_computation, parts[:-1])):
         return parts[0], parts[-1]
     return (parts[0], parts[-1]) if is_chain and _is_name(name) else ("", text)
+
+
+def split_domain(text: str) -> tuple[str, str]:
+    """(function, domain) of `y = 6/x (x > 0)` or `y = 6/x, x > 0`; (text, "") without a domain."""
+    match = _DOMAIN.fullmatch(text)
+    if match is None or not has_relation(match.group(2)) or has_relation(match.group(1)):
+        return text, ""
+    function, domain = match.groups()
+    names = set(_VARIABLE.findall(split_assignment(function)[1]))
+    return (function, domain) if names & set(_VARIABLE.findall(domain)) else (text, "")
 
 
 def _is_computation(text: str) -> bool:

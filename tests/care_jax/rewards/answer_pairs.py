@@ -68,6 +68,11 @@ EQUAL = [
     ("5 cm or 8 cm", "8, 5"),
     ("x=0 or x=1", "\\{0,1\\}"),
     ("red or blue", "blue or red"),
+    # sets by a condition, and domains
+    ("{x | x<2 or x>3}", "(-\\infty, 2) \\cup (3, \\infty)"),
+    ("{x: x>=3}", "\\{x|x\\ge 3\\}"),
+    ("{x | x = 0 or x = 1}", "\\{0,1\\}"),
+    ("y=2x+1 (x≥0)", "y=2x+1, x \\ge 0"),
     # inequalities and points left out
     ("m>-1且m≠0", "m>-1, m\\neq 0"),
     ("(1,3)\\cup(3,\\infty)", "m > 1 and m \\neq 3"),
@@ -400,6 +405,10 @@ DIFFERENT = [
     ("A or C", "A, C"),
     ("I, II or III", "I, II and III"),
     ("Group 1 or Group 2", "Group 1, Group 2"),
+    # sets by a condition, and domains
+    ("{x | 1<x<2}", "\\{x \\mid 1<x<3\\}"),
+    ("x=2, y>3", "x=2"),
+    ("x=2, x>1", "x=2"),
     # inequalities
     ("x>a or x≠b", "x>a, x≠b"),
     ("x>1 or y>2", "x>1 and y>2"),
@@ -682,6 +691,8 @@ ASKED_EQUAL = [
     ("\\lg 100", "2"),
     ("10\\sqrt{3} (approximately 17.32)", "10\\sqrt{3}"),
     ("6 × 4", "24"),
+    ("y = 6/x", "y=\\frac{6}{x} (x>0)"),
+    ("20x-2x^2", "S = -2x^2+20x (0<x<10)"),
 ]
 ASKED_DIFFERENT = [
     ("3ABC", "3"),
@@ -760,6 +771,8 @@ ASKED_DIFFERENT = [
     ("\\boxed{5}\\sqrt{2}", "5"),
     ("\\sqrt{\\boxed{5}}", "5"),
     ("½x", "\\frac{1}{2x}"),
+    ("y=6/x (x<0)", "y=\\frac{6}{x} (x>0)"),
+    ("y=6/x", "y=\\frac{5}{x} (x>0)"),
     ("10\\sqrt{3} (approximately 17.32)", "17"),
 ]
 
