@@ -62,6 +62,10 @@ _SHORT_WORDS = frozenset({
     "my", "no", "of", "ok", "on", "or", "pc", "pm", "so", "to", "tv", "uk", "up", "us", "we",
 })  # fmt: skip
 _ARTICLE = re.compile(r"(?<![\w'])A(?= (?!(?:and|because)(?!\w))[a-z]{3})")
+# In `a sin x` the a is a factor.
+_LEADING_ARTICLE = re.compile(
+    r"the (?=\w)|an? (?=[a-z]{3})(?!(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod)h?[a-z]?\b)"
+)
 _FORMULA_SIGN = re.compile(r"[\\^_=+*<>|]|/ ?(?:[\d(]|[^\W\d_](?![^\W\d_]))")
 _ONLY_PAIRS = re.compile(r"(?:(.)\1)+")
 
@@ -91,6 +95,12 @@ def fold_words(text: str) -> str:
         return lower if is_word and not is_symbols else word
 
     return _ARTICLE.sub("a", _WORD.sub(fold, text))
+
+
+def without_article(text: str) -> str:
+    """A text with folded words, without an article before them."""
+    article = _LEADING_ARTICLE.match(text)
+    return text[article.end() :] if article else text
 
 
 def final_answer(text: str) -> str:

@@ -220,12 +220,13 @@ def caseless_key(text: str) -> str:
 
 
 def key(text: str) -> str:
-    """Comparison key: no spaces, dollar signs, outer quotes, brackets around a character.
+    """Comparison key: no spaces, dollar signs, leading article, outer quotes or brackets.
 
     The case of symbols is kept, that of words is not.
     """
     # A space between two digits is kept: it separates two numbers.
-    text = _LOOSE_SPACE.sub("", free_text.fold_words(text).replace("$", ""))
+    text = free_text.without_article(free_text.fold_words(text))
+    text = _LOOSE_SPACE.sub("", text.replace("$", ""))
     while len(text) > 2 and text[0] + text[-1] in _PAIRS:
         text = text[1:-1]
     text = _INDEX.sub(r"\1\2", text) if "_" in text else text  # x_1 is x1, and CO_2 is CO2

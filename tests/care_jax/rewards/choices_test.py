@@ -107,6 +107,14 @@ def test_the_text_of_an_option_is_no_part_of_a_number():
     assert compare("A. 1/3", "A", choices=choices) == "different"
 
 
+def test_an_article_is_no_option():
+    for texts in (("cat", "dog", "horse"), ("a cat", "a dog", "the horse")):
+        for prediction in ("A dog", "a dog", "the dog.", "dog", "B. the dog"):
+            assert compare(prediction, "B", choices=texts) == "equal", prediction
+        for prediction in ("A", "A cat", "A. dog", "A dog or a cat"):
+            assert compare(prediction, "B", choices=texts) == "different", prediction
+
+
 def test_a_pronoun_is_no_option():
     choices = tuple("0123456789")
     for prediction in ("I cannot determine", "I can't", "I do not know"):
