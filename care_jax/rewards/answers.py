@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from care_jax.rewards.choices import clean_choices, compare_choice
 from care_jax.rewards.equivalence import (
     formulas,
+    free_text,
     joined,
     matrices,
     notation,
@@ -110,6 +111,7 @@ def compare(
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different: empty"
+    prediction = free_text.statement(prediction, (gold, *choices))
     if choices:
         return compare_choice(prediction, gold, clean_choices(tuple(choices)), same)
     if options.is_letter(gold) and (letter := options.letter_of(prediction)) is not None:

@@ -115,6 +115,18 @@ def test_an_article_is_no_option():
             assert compare(prediction, "B", choices=texts) == "different", prediction
 
 
+def test_a_reason_names_no_option():
+    angles = ("45°", "60°", "75°", "105°")
+    for prediction in ("C. 75°, because 180° − 105° = 75°", "75, since 45 + 60 = 105"):
+        assert compare(prediction, "C", choices=angles) == "equal", prediction
+    for prediction in ("C. 60°, because 75°", "C, because 75 or 60", "C, because 75. So B"):
+        assert compare(prediction, "C", choices=angles) == "different", prediction
+    for prediction, gold in (("Yes, it does", "A"), ("no, because there is no dog", "B")):
+        assert compare(prediction, gold, choices=("Yes", "No")) == "equal", prediction
+    reasons = ("yes, because it is hot", "yes, because it is cold")
+    assert compare("Yes, because it is cold", "A", choices=reasons) == "different"
+
+
 def test_a_pronoun_is_no_option():
     choices = tuple("0123456789")
     for prediction in ("I cannot determine", "I can't", "I do not know"):
