@@ -10,7 +10,7 @@ PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 NEGATION = re.compile(
     r"(?<![a-zA-Z])(?:no[tnr]?|neither|never|cannot|without|but|except|exclud\w*|eliminat\w*|wrong"
-    r"|incorrect|false|untrue|unlikely|instead|rather|ruled? out)(?![a-zA-Z])|n't|不是",
+    r"|incorrect|false|untrue|unlikely|instead|rather|ruled? out)(?![a-zA-Z])|n't|[不非没错]",
     re.IGNORECASE,
 )
 HEDGE = re.compile(

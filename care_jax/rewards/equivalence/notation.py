@@ -49,11 +49,20 @@ _NUMERAL_AFTER = re.compile(
 )
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 _INDEX = re.compile(r"(?<=[a-zA-Z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
-_PREFIX = re.compile(
-    r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: ?:)? | ?:(?: :)? ?)"
-    r"|【答案】|(?:答案?|解) ?[:：] ?)?",
+_ANSWER = "answer|ans|réponse|respuesta|resposta|risposta|antwort|jawaban|ответ|答え|정답"
+# What says that the answer follows, and that it came before.
+_LABEL = re.compile(
+    r"(?:#+ ?)?(?:\*\*)?(?:(?:so|thus|hence|therefore),? )?"
+    r"(?:(?:the|my|our|la|die|final|correct|right) )*"
+    rf"(?:{_ANSWER})\.?(?:(?:\*\*)? ?:| (?:is|est|es|ist)(?![a-z])|\*\*|(?<=inal answer) )[ :*]*"
+    r"|【答案】|(?:(?:所以|因此|故|最终|正确) ?,? ?)*(?:答案 ?[是为為]|(?:答案?|解) ?:) ?:? ?"
+    r"|[故应]?选[择项]? ?:? ?(?=[(\[]?[A-Z](?! or))|#+ ?",
     re.IGNORECASE,
 )
+_IS_ANSWER = re.compile(
+    r" (?:is (?:the )?(?:(?:final|correct|right) )?(?:answer|correct|right)|\((?:final )?answer\))$"
+)
+_TAG = re.compile(r"</?(?:b|i|u|em|strong|p|br|span|div|code)(?: [^<>]*)?/?>", re.IGNORECASE)
 # Decorations before and after an answer.
 _OPENER = re.compile(
     r"(?:\\\\|\\(?:therefore|Rightarrow|implies|checkmark)(?![a-zA-Z])|[,;:=•▪►➤→⇒∴✓✔✅☑ ]"
@@ -68,7 +77,7 @@ _CONDITION = re.compile(r"[a-zA-Z] ?(?:[|:]|\\mid|\\in)")  # of the members of a
 _PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end alone is a prime
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
-    r"(?!.*(?:pi|pct|per ?cent|answer|ans|out of))"
+    rf"(?!.*(?:pi|pct|per ?cent|out of|is (?:correct|right)|{_ANSWER}))"
     r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
 )
@@ -156,12 +165,12 @@ def clean(text: str) -> str:
         return " ".join(text.split()).rstrip(" .")
     for mangled, command in _MANGLED.items():
         text = text.replace(mangled, command)
-    text = " ".join(text.split())
+    text = " ".join(_TAG.sub("", text).split())
     if "\\boxed" in text or "\\fbox" in text:
         text = unbox(text)
     if len(text) > MAX_CHARS:
         return _truncated(text)
-    text = free_text.formula_of_sentence(_PREFIX.sub("", text, count=1))
+    text = free_text.formula_of_sentence(text)
     if not (text.isascii() and text.isprintable()):
         text = _rewrite_unicode(text)
     if len(text) > MAX_CHARS:
@@ -192,10 +201,11 @@ def _truncated(text: str) -> str:
 
 
 def _undecorated(text: str) -> str:
-    """The text without punctuation, marks, quotes and braces around it, if something is left."""
+    """The text without labels, marks, quotes and braces around it, if something is left."""
     for _ in range(_MAX_DECORATIONS):
         bare = text[opener.end() :] if (opener := _OPENER.match(text)) else text
-        bare = _CLOSING_MARK.sub("", bare.rstrip(_CLOSER))
+        bare = bare[label.end() :] if (label := _LABEL.match(bare)) else bare
+        bare = _CLOSING_MARK.sub("", _IS_ANSWER.sub("", bare.rstrip(_CLOSER)))
         if len(bare) > 2 and _QUOTES.get(bare[0]) == bare[-1] and _is_wrapped(bare):
             bare = bare[1:-1].strip()
         if not bare or bare == text:
