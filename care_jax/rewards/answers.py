@@ -236,6 +236,10 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     numbers = quantities.read_number(prediction), quantities.read_number(gold, is_gold=True)
     if numbers[0] and numbers[1]:
         return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
+    # `5\sqrt{2} \approx 7.07` states how its value is rounded.
+    stated = quantities.read_number(gold.partition("\\approx")[2])
+    if numbers[0] and stated and quantities.is_close(numbers[0], stated, **limits._asdict()):
+        return True, "rounded value"
     # After numbers, as mW is not MW. The unit of a number may be KW.
     key = notation.caseless_key if any(numbers) and _TWO_LETTERS.search(gold) else notation.key
     if key(prediction) == key(gold):

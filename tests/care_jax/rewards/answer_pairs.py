@@ -233,6 +233,7 @@ EQUAL = [
     ("2.5bn", "$2,500,000,000"),
     ("0.\\overline{3}", "1/3"),
     ("1.1\\overline{6}", "7/6"),
+    ("7.07", "5\\sqrt{2} \\approx 7.07"),
     # names with numbers
     ("m∠1 = 50", "50"),
     ("\\angle 1 = 50^\\circ", "50"),
@@ -814,6 +815,7 @@ ASKED_DIFFERENT = [
     ("y=6/x (x<0)", "y=\\frac{6}{x} (x>0)"),
     ("y=6/x", "y=\\frac{5}{x} (x>0)"),
     ("10\\sqrt{3} (approximately 17.32)", "17"),
+    ("7.1", "5\\sqrt{2} \\approx 7.07"),
 ]
 
 
