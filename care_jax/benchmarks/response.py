@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence import boxes, notation
 
 _CLOSED = re.compile(r"</(?:think|thinking|reasoning)>")
 _OPENED = re.compile(r"<(?:think|thinking|reasoning)>")
@@ -37,7 +37,7 @@ def span_of(answer: str) -> tuple[str, bool]:
 
 def last_box(text: str) -> str | None:
     """Content of the last balanced box, nested boxes and text commands unwrapped; None without."""
-    contents = [content for *_, content in notation.boxes(text)]
+    contents = [content for *_, content in boxes.find_boxes(text)]
     if not contents:
         return None
     inner = last_box(contents[-1]) if len(contents[-1]) <= notation.MAX_CHARS else None
@@ -46,7 +46,7 @@ def last_box(text: str) -> str | None:
 
 def is_one_box(text: str) -> bool:
     """Whether the text is a single box, apart from punctuation."""
-    start, end, _ = next(notation.boxes(text), (0, 0, ""))
+    start, end, _ = next(boxes.find_boxes(text), (0, 0, ""))
     is_alone = not text[:start].strip(" $*\n\\([") and not text[end:].strip(" $*\n.\\)]")
     return end > 0 and is_alone
 

@@ -27,6 +27,7 @@ from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
 from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation, options
+from care_jax.rewards.symbolic import is_equal
 from models.release import folder as release_folder
 
 MAX_CHARS = 16_384  # of a question with its choices, and of an answer
@@ -367,7 +368,7 @@ def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:
     if options.choice_letter(*named) or options.choice_letters(*named):
         return True
     outcomes = (answers.compare(answer, choice) for choice in choices)
-    return any(isinstance(each, str) and answers.is_equal(each) for each in outcomes)
+    return any(isinstance(each, str) and is_equal(each) for each in outcomes)
 
 
 def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage], bool]:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from care_jax.rewards.choices import clean_choices, compare_choice
 from care_jax.rewards.equivalence import (
     formulas,
     free_text,
@@ -28,7 +29,7 @@ from care_jax.rewards.equivalence import (
     quantities,
     relations,
 )
-from care_jax.rewards.symbolic import Comparison, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool, is_equal, outcome_of
 
 _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 _MAX_UNITS = 8  # at the end of an answer
@@ -36,6 +37,8 @@ _MAX_UNITS = 8  # at the end of an answer
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
 _STATEMENT_NUMBERS = re.compile(r"(?:\(\d\) ?)+")
 _TWO_LETTERS = re.compile(r"[a-zA-Z]{2}")
+_NO_BRACKETS = ("", "or")  # of a list
+_UNKNOWNS = set("xyztnmk")
 _DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
 
 
@@ -45,6 +48,10 @@ class _Limits(NamedTuple):
     tolerance: float
     num_decimals: int | None
     units_matter: bool
+
+    def of(self, gold: str) -> _Limits:
+        """No tolerance if the gold answer is a calendar year."""
+        return self._replace(tolerance=0.0) if quantities.is_year(gold) else self
 
 
 def is_equivalent(
@@ -62,7 +69,8 @@ def is_equivalent(
         prediction: the content of an answer span, LaTeX or text.
         gold: the reference answer; with `choices` the letter or the text of an option.
         choices: options in order (A, B, ...); an option's letter and its text are equivalent.
-        tolerance: relative error allowed between numbers; ChartQA uses 0.05.
+        tolerance: relative error allowed between numbers; ChartQA uses 0.05. None is allowed
+            between years (`2010`, not `2,010`), bounds (`> 50`), and parts of ranges and dates.
         num_decimals: numbers that round to the same value are equal. None is exact, but rounds to
             six decimals against fractions such as 1/3 and in computer algebra.
         units_matter: an answer without a unit differs from one with a unit.
@@ -78,11 +86,6 @@ def is_equivalent(
     if isinstance(outcome, Comparison):
         (outcome,) = shared_pool().ask([outcome])
     return is_equal(outcome)
-
-
-def is_equal(outcome: str) -> bool:
-    """Whether an outcome of `compare` or of a `SymbolicPool` means equal."""
-    return outcome.startswith("equal")
 
 
 @functools.cache
@@ -107,13 +110,14 @@ def compare(
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different: empty"
+    prediction = free_text.statement(prediction, (gold, *choices))
     if choices:
-        return _compare_choice(prediction, gold, _clean_choices(tuple(choices)), same)
+        return compare_choice(prediction, gold, clean_choices(tuple(choices)), same)
     if options.is_letter(gold) and (letter := options.letter_of(prediction)) is not None:
-        return _outcome(letter == gold.strip("()[]"), "option")
+        return outcome_of(letter == gold.strip("()[]"), "option")
     letters = options.spelled_letters(gold)
     if letters and letters == options.spelled_letters(prediction):
-        return _outcome(True, "set of options")
+        return outcome_of(True, "set of options")
     return same(prediction, gold)
 
 
@@ -121,83 +125,11 @@ def compare(
 _clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
 
 
-@functools.lru_cache(maxsize=4096)
-def _clean_choices(choices: tuple[str, ...]) -> _Choices:
-    texts = [notation.clean(choice) for choice in choices]
-    mentions = [(free_text.fold_words(text), i) for i, text in enumerate(texts)]
-    mentions = [each for each in mentions if len(each[0]) > 1 or each[0].isdigit()]
-    mentions.sort(key=lambda each: -len(each[0]))
-    return _Choices(texts, [notation.key(text) for text in texts], mentions)
-
-
-class _Choices(NamedTuple):
-    """Cleaned choices, their lookup keys, and those that are more than a letter, longest first."""
-
-    texts: list[str]
-    keys: list[str]
-    mentions: list[tuple[str, int]]
-
-
-def _named_options(text: str, choices: _Choices, same: Callable) -> set[int]:
-    """The options that a text names, by their letters and texts; empty for any other text."""
-    for known, name in ((choices.texts, text), (choices.keys, notation.key(text))):
-        if known.count(name) == 1:  # options may differ in case alone
-            return {known.index(name)}
-    num_choices = len(choices.texts)
-    if len(text) == 1 and (index := options.LETTERS.find(text.upper())) >= 0:
-        return {index} if index < num_choices else set()
-    if quantities.read_number(text):  # 5 A is in amperes
-        return set()
-    label, rest = options.label(text)
-    named = set()
-    if label and (own := options.LETTERS.index(label)) < num_choices:
-        if notation.key(rest) == choices.keys[own]:
-            return {own}
-        named = _fitting_options(rest, choices.texts, same)  # its text may be another option's
-        if own in named:
-            return {own}
-    # The texts of other options spoil a letter: `A or 15`.
-    folded = free_text.fold_words(text)
-    for option, index in choices.mentions:
-        if option in folded and (rest := options.without(text, option)) != text:
-            text = rest
-            named.add(index)
-    letter = options.choice_letter(text, num_choices)
-    return {options.LETTERS.index(letter), *named} if letter else set()
-
-
-def _fitting_options(text: str, choices: Iterable[str], same: Callable) -> set[int]:
-    """The options whose text, if not empty, a text equals by text rules."""
-    outcomes = (same(text, choice) if choice else "" for choice in choices)
-    return {i for i, each in enumerate(outcomes) if isinstance(each, str) and is_equal(each)}
-
-
-def _compare_choice(
-    prediction: str, gold: str, choices: _Choices, same: Callable[[str, str], str | Comparison]
-) -> str | Comparison:
-    """Compares options; both sides may name one by its letter or its text."""
-    texts, keys, _ = choices
-    named, gold_named = (_named_options(text, choices, same) for text in (prediction, gold))
-    if len(named) > 1:
-        return "different: several options"
-    index, gold_index = (each.pop() if len(each) == 1 else -1 for each in (named, gold_named))
-    if gold_index >= 0 and index >= 0:
-        return _outcome(index == gold_index, "option")
-    if gold_index < 0 and len(letters := options.choice_letters(gold, len(texts))) > 1:
-        same_letters = options.choice_letters(prediction, len(texts)) == letters
-        return _outcome(same_letters, "set of options")
-    if gold_index >= 0:
-        if keys[gold_index].upper() == options.LETTERS[gold_index]:
-            return "different: no option"  # options shown as pictures have no text to compare
-        outcome = same(prediction, texts[gold_index])
-        if isinstance(outcome, Comparison) or not is_equal(outcome):
-            return outcome
-        is_only = _fitting_options(prediction, texts, same) == {gold_index}  # 5 fits 5 cm and 5 m
-        return outcome if is_only else "different: several options"
-    return same(texts[index] if index >= 0 else prediction, gold)
-
-
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
+    limits = limits.of(gold)
+    functions, domains = zip(*map(notation.split_domain, (prediction, gold)), strict=True)
+    if not all(domains) or _compare_values(domains[0], domains[1], limits):
+        prediction, gold = functions  # one side may omit the domain
     prediction, gold = formulas.align(prediction, gold, limits.units_matter)
     for _ in range(_MAX_UNITS):
         if prediction == gold:
@@ -209,7 +141,7 @@ def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Compari
             if rule == "number" and limits.tolerance:
                 within = f"within {100 * limits.tolerance:g}%"
                 return f"equal: number {within}" if decided else f"different: no number {within}"
-            return _outcome(decided, rule)
+            return outcome_of(decided, rule)
         split = [quantities.split_unit(text) for text in (prediction, gold)]
         (body, unit), (gold_body, gold_unit) = split
         # In `\pi r^2 h` the last letter is a variable.
@@ -231,6 +163,8 @@ def _for_algebra(prediction: str, gold: str, limits: _Limits) -> str | Compariso
         return "different: other words"
     if any(clock and clock.is_certain for clock in map(joined.read_clock, (prediction, gold))):
         return "different: another time"
+    if joined.is_range(gold):
+        return "different: another range or date"  # and no difference, such as -11 for 18-29
     if refusal := formulas.refusal(notation.split_assignment(prediction)[1], gold):
         return f"refused: {refusal}"
     if all(map(_STATEMENT_NUMBERS.fullmatch, (prediction, gold))):
@@ -253,8 +187,9 @@ def _for_algebra(prediction: str, gold: str, limits: _Limits) -> str | Compariso
         return "different: other primes"  # computer algebra ignores them
     listed = notation.split_list(prediction) if "=" in prediction else None
     if "=" not in gold:
-        items = listed[1] if listed and not listed[0] else [prediction]
+        items = listed[1] if listed and listed[0] in _NO_BRACKETS else [prediction]
         prediction = ", ".join(notation.split_assignment(item)[1] for item in items)
+        listed = None
     elif name and not listed and prediction.count("=") > gold.count("="):
         prediction = f"{name} = {value}"
     if prediction.count("=") > gold.count("=") and not listed:
@@ -273,7 +208,7 @@ def _several_values(text: str, other: str) -> bool:
     Computer algebra would take the last of them.
     """
     listed = notation.split_list(text) if "=" in text else None
-    is_several = listed is not None and not listed[0]
+    is_several = listed is not None and listed[0] in _NO_BRACKETS
     return is_several and not (
         notation.split_list(other) or notation.has_relation(text + other) or "\\pm" in text + other
     )
@@ -289,13 +224,9 @@ def _are_mathematics(prediction: str, gold: str) -> bool:
     return formulas.is_mathematics(gold, prediction) and formulas.is_mathematics(prediction, gold)
 
 
-def _outcome(is_same: bool, what: str) -> str:
-    return f"equal: same {what}" if is_same else f"different: another {what}"
-
-
 def _compare_values(prediction: str, gold: str, limits: _Limits) -> bool | None:
     """Compares two parts of answers, such as items of lists; None if undecided."""
-    decided, _ = _compare_parts(prediction, gold, limits)
+    decided, _ = _compare_parts(prediction, gold, limits.of(gold))
     return False if decided is None and not _are_mathematics(prediction, gold) else decided
 
 
@@ -305,6 +236,10 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     numbers = quantities.read_pair(prediction, gold)
     if numbers[0] and numbers[1]:
         return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
+    # `5\sqrt{2} \approx 7.07` states how its value is rounded.
+    stated = quantities.read_number(gold.partition("\\approx")[2])
+    if numbers[0] and stated and quantities.is_close(numbers[0], stated, **limits._asdict()):
+        return True, "rounded value"
     # After numbers, as mW is not MW. The unit of a number may be KW.
     key = notation.caseless_key if any(numbers) and _TWO_LETTERS.search(gold) else notation.key
     if key(prediction) == key(gold):
@@ -327,6 +262,8 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
         cells = zip(*(itertools.chain(*rows) for rows in pair), strict=True)
         return _all(_compare_values(one, other, limits) for one, other in cells), "matrix"
     lists = notation.split_list(prediction), notation.split_list(gold)
+    if "=" in prediction and "=" in gold:
+        lists = lists[0] or notation.split_tuple(prediction), lists[1] or notation.split_tuple(gold)
     if lists[0] and lists[1]:
         return _compare_lists(lists[0], lists[1], limits), "list"
     if any(items and len(items[1]) == 1 and items[1][0][:1] not in "[{\\" for items in lists):
@@ -369,7 +306,7 @@ def _compare_regions(
     def same_bound(one: str, other: str) -> bool | None:
         if "\\infty" in one + other:
             return notation.key(one) == notation.key(other)
-        return _compare_values(one, other, limits)
+        return _compare_values(one, other, limits._replace(tolerance=0.0))
 
     def same(one: relations.Interval, other: relations.Interval) -> bool | None:
         if one.brackets != other.brackets:
@@ -388,9 +325,15 @@ def _compare_lists(
     prediction: tuple[str, list[str]], gold: tuple[str, list[str]], limits: _Limits
 ) -> bool | None:
     (brackets, items), (gold_brackets, gold_items) = prediction, gold
+    items, gold_items = _with_names(items), _with_names(gold_items)
     # `x = 1, y = 2` has the order of its names for `1, 2`; between two such lists the names decide.
     is_named, is_gold_named = (_names_differ(given) for given in (items, gold_items))
-    is_unordered = {brackets, gold_brackets} <= {"", "{}"} and is_named == is_gold_named
+    is_unordered = {brackets, gold_brackets} <= {"", "or", "{}"} and is_named == is_gold_named
+    if brackets != gold_brackets and "or" in (brackets, gold_brackets):
+        # Alternatives are a list only if they are the values of one variable.
+        is_one = is_unordered and not is_named
+        if not (is_one and all(map(_is_value, items + gold_items))):
+            return False
     if is_unordered and "{}" in (brackets, gold_brackets):
         items, gold_items = (  # a set has each of its members once
             list({notation.key(item): item for item in given}.values())
@@ -409,16 +352,51 @@ def _compare_lists(
         )
     if brackets and gold_brackets and brackets != gold_brackets:
         return False
+    if "()" in (brackets, gold_brackets):
+        items, gold_items = _by_name(items), _by_name(gold_items)
     pairs = zip(items, gold_items, strict=True)
     return _all(_compare_values(one, other, limits) for one, other in pairs)
 
 
+def _with_names(items: list[str]) -> list[str]:
+    """`x = 1, 3` as `x = 1, x = 3`."""
+    named, name = [], ""
+    for item in items:
+        own, _ = notation.split_assignment(item)
+        is_bare = name and not own and "=" not in item and not notation.has_relation(item)
+        named.append(f"{name} = {item}" if is_bare else item)
+        name = own or name
+    return named
+
+
+def _is_value(item: str) -> bool:
+    """Whether an item is a value: no inequality, word, option letter or Roman numeral."""
+    name, value = notation.split_assignment(item)
+    is_formula = formulas.is_mathematics(value, value) and (name or not value.isalpha())
+    return bool(is_formula or quantities.read_number(value)) and not notation.has_relation(item)
+
+
+def _by_name(items: list[str]) -> list[str]:
+    """Coordinates in the order of their names, such as x, y, z or a_1, a_2; others as given."""
+    named = sorted((notation.key(notation.split_assignment(item)[0]), item) for item in items)
+    is_run = all(
+        one and (one[:-1], ord(one[-1]) + 1) == (other[:-1], ord(other[-1]))
+        for (one, _), (other, _) in itertools.pairwise(named)
+    )
+    return [item for _, item in named] if is_run else items
+
+
 def _roots(*lists: list[str]) -> tuple[list[str], ...] | None:
-    """The values of one variable, if `x = 1, x = 3` is compared with `x_1 = 1, x_2 = 3`."""
+    """The values of one variable, if `x = 1, x = 3` is compared with `x_1 = 1, x_2 = 3`.
+
+    The indices of an unknown number its values in any order, and those of R_1 and R_2 do not.
+    """
     pairs = [[notation.split_assignment(item) for item in items] for items in lists]
     names = [{notation.key(name) for name, _ in each} for each in pairs]
-    is_one = len({notation.variable(name) for each in pairs for name, _ in each}) == 1
-    if not is_one or names[0] == names[1] or "" in names[0] | names[1]:
+    variables = {notation.variable(name) for each in pairs for name, _ in each}
+    if len(variables) != 1 or "" in variables:
+        return None
+    if names[0] == names[1] and not variables <= _UNKNOWNS:
         return None
     return tuple([value for _, value in each] for each in pairs)
 

@@ -15,7 +15,7 @@ from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation
 from care_jax.rewards.equivalence.quantities import read_number
 from care_jax.rewards.reward_function import Components
-from care_jax.rewards.symbolic import Comparison
+from care_jax.rewards.symbolic import Comparison, is_equal
 from care_jax.rewards.verifier import parse_text
 
 MAX_PARTIAL = 0.9  # limit of a wrong answer's credit, below the 1 of a right answer
@@ -75,7 +75,7 @@ def _ask(comparisons: Iterable[Comparison]) -> dict[str | Comparison, str]:
 def _credit(answer: str, outcome: str | Comparison, example: Example) -> float:
     if not answer:
         return 0.0
-    if isinstance(outcome, str) and answers.is_equal(outcome):
+    if isinstance(outcome, str) and is_equal(outcome):
         return 1.0
     number, gold = (read_number(notation.clean(text)) for text in (answer, example.answer))
     if not (number and gold) or (number.unit, number.is_percent) != (gold.unit, gold.is_percent):

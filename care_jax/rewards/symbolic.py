@@ -40,6 +40,16 @@ class Comparison(NamedTuple):
     tolerance: float = 0.0
 
 
+def is_equal(outcome: str) -> bool:
+    """Whether an outcome of `answers.compare` or of a `SymbolicPool` means equal."""
+    return outcome.startswith("equal")
+
+
+def outcome_of(is_same: bool, what: str) -> str:
+    """The outcome of a comparison that a rule for `what` decided."""
+    return f"equal: same {what}" if is_same else f"different: another {what}"
+
+
 class SymbolicPool:
     """Worker processes that make `Comparison`s; started on the first one, ended by `close`.
 

@@ -23,7 +23,7 @@ from care_jax.method import spans
 from care_jax.rewards import answers
 from care_jax.rewards.equivalence import free_text
 from care_jax.rewards.reward_function import RewardFunction, RewardPool, name_of, read_reply
-from care_jax.rewards.symbolic import Comparison, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool, is_equal
 from care_jax.rewards.worker_pool import Reply
 
 # The counts of responses that a reward function did not judge.
@@ -188,7 +188,7 @@ class Verifier:
         answered = [next(replies) if isinstance(out, Comparison) else out for out in outcomes]
         return [
             Verdict(
-                acc=float(answers.is_equal(outcome)),
+                acc=float(is_equal(outcome)),
                 fmt=span.fmt,
                 reason=outcome.removeprefix("equal: ").removeprefix("different: "),
             )

@@ -16,7 +16,7 @@ from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.readers.parquet import ParquetRows, find_files
 from care_jax.data.rows import AnyFolder, Rows, images_of, make_example
-from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence import boxes
 
 _BOX = "\\boxed{"
 
@@ -73,5 +73,5 @@ def _unboxed(answer: Any) -> Any:
     if not isinstance(answer, str) or answer.count(_BOX) != 1:
         return answer
     start = answer.index(_BOX) + len(_BOX)
-    end = notation.closing(answer, start)
+    end = boxes.closing(answer, start)
     return answer if end < 0 else answer[start:end]

@@ -19,7 +19,7 @@ from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.readers.parquet import ParquetRows, find_files
 from care_jax.data.rows import Rows, locate, make_example
-from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence.boxes import find_boxes
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 
@@ -94,7 +94,7 @@ def _of_gsm8k(row: Mapping[str, Any]) -> tuple[Any, str, str]:
 def _of_math(row: Mapping[str, Any]) -> tuple[Any, str, str]:
     """(question, rationale, answer) of a row."""
     solution = _text(row, "solution").strip()
-    boxes = [content for _, _, content in notation.boxes(solution)]
+    boxes = [content for _, _, content in find_boxes(solution)]
     answer = row.get("answer") or (boxes[-1] if boxes else "")
     if not isinstance(answer, str) or not answer.strip():
         raise Unusable("no boxed answer in the solution")

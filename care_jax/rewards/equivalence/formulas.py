@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 
-from care_jax.rewards.equivalence import notation, quantities
+from care_jax.rewards.equivalence import boxes, notation, quantities
 from care_jax.rewards.equivalence.characters import GREEK
 
 _MAX_CHARS = 400
@@ -240,7 +240,7 @@ def _mixed_number(match: re.Match) -> str:
 def _brace_roots(text: str) -> str:
     """`\\sqrt(x)` as `\\sqrt{x}`."""
     while match := _ROOT_OF_BRACKET.search(text):
-        end = notation.closing(text, match.end(), "(")
+        end = boxes.closing(text, match.end(), "(")
         if end < 0:
             break
         text = f"{text[: match.end(1)]}{{{text[match.end() : end]}}}{text[end + 1 :]}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import re
+from collections.abc import Sequence
 
 PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 NEGATION = re.compile(
     r"(?<![a-zA-Z])(?:no[tnr]?|neither|never|cannot|without|but|except|exclud\w*|eliminat\w*|wrong"
-    r"|incorrect|false|untrue|unlikely|instead|rather|ruled? out)(?![a-zA-Z])|n't|不是",
+    r"|incorrect|false|untrue|unlikely|instead|rather|ruled? out)(?![a-zA-Z])|n't|[不非没错]",
     re.IGNORECASE,
 )
 HEDGE = re.compile(
@@ -62,6 +63,10 @@ _SHORT_WORDS = frozenset({
     "my", "no", "of", "ok", "on", "or", "pc", "pm", "so", "to", "tv", "uk", "up", "us", "we",
 })  # fmt: skip
 _ARTICLE = re.compile(r"(?<![\w'])A(?= (?!(?:and|because)(?!\w))[a-z]{3})")
+# In `a sin x` the a is a factor.
+_LEADING_ARTICLE = re.compile(
+    r"the (?=\w)|an? (?=[a-z]{3})(?!(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod)h?[a-z]?\b)"
+)
 _FORMULA_SIGN = re.compile(r"[\\^_=+*<>|]|/ ?(?:[\d(]|[^\W\d_](?![^\W\d_]))")
 _ONLY_PAIRS = re.compile(r"(?:(.)\1)+")
 
@@ -91,6 +96,40 @@ def fold_words(text: str) -> str:
         return lower if is_word and not is_symbols else word
 
     return _ARTICLE.sub("a", _WORD.sub(fold, text))
+
+
+_REASON = re.compile(r"(?:[,.;(] ?| )because(?![a-zA-Z])|[,(] ?since(?![a-zA-Z])")
+_VERDICTS = frozenset({"yes", "no", "true", "false"})
+_VERDICT = re.compile(r"(yes|no|true|false)[,.;:!] (?=[a-z])", re.IGNORECASE)
+_TURN = re.compile(
+    rf"{HEDGE.pattern}|(?<![a-z])(?:but|so|thus|hence|therefore|wait|actually|instead|rather)(?![a-z])",
+    re.IGNORECASE,
+)
+
+
+def statement(text: str, expected: Sequence[str]) -> str:
+    """What a text states: `5` of `5, because 2 + 3 = 5`, and `Yes` of `Yes, it does`.
+
+    The rest is kept if it may state something else, or if an expected answer has one like it.
+    """
+    reason = _REASON.search(text)
+    if reason and not any(map(_REASON.search, expected)):
+        rest = text[reason.end() :]
+        if not _TURN.search(rest) and not SENTENCE_END.search(rest.rstrip(" .)")):
+            text = text[: reason.start()]
+    verdict = _VERDICT.match(text)
+    if verdict and any(each.strip(" .").lower() in _VERDICTS for each in expected):
+        rest = text[verdict.end() :]
+        words = PLAIN_WORD.findall(rest.lower())
+        if not _TURN.search(rest) and _VERDICTS.isdisjoint(words):
+            text = verdict.group(1)
+    return text
+
+
+def without_article(text: str) -> str:
+    """A text with folded words, without an article before them."""
+    article = _LEADING_ARTICLE.match(text)
+    return text[article.end() :] if article else text
 
 
 def final_answer(text: str) -> str:

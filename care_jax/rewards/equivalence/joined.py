@@ -122,6 +122,11 @@ _STARTS = set("$0123456789")
 _JOINT = re.compile(r"[-/:x]")
 
 
+def is_range(text: str) -> bool:
+    """Whether a text is numerals joined by hyphens, or a date such as 1/2/2010."""
+    return re.search(r"-|/.*/", text) is not None and _JOINED.fullmatch(text) is not None
+
+
 def _scaled(numeral: str) -> str:
     """A numeral as Python reads it: 30k is 30e3."""
     numeral = numeral.replace(",", "").strip().lower()
@@ -166,19 +171,19 @@ _BASE = re.compile(r"\d\)?_ ?\{? ?\(?\d")
 _BASED = re.compile(r"\(?(\d+)\)?_ ?\{? ?\(?(\d+)\)? ?\}?")
 
 
-def same_numeral(one: str, other: str) -> bool | None:
+def same_numeral(prediction: str, gold: str) -> bool | None:
     """Whether two numerals are the same in one base, such as `101_2`; None if none has a base.
 
-    A numeral without a base is taken to be in the other's.
+    A prediction without a base is taken to be in that of the gold answer.
     """
-    if not (_BASE.search(one) or _BASE.search(other)):
+    if not (_BASE.search(prediction) or _BASE.search(gold)):
         return None
-    found = (_BASED.fullmatch(text) for text in (one, other))
+    found = (_BASED.fullmatch(text) for text in (prediction, gold))
     numerals, bases = zip(
         *(
             match.groups() if match else (text, "")
-            for match, text in zip(found, (one, other), strict=True)
+            for match, text in zip(found, (prediction, gold), strict=True)
         ),
         strict=True,
     )
-    return numerals[0] == numerals[1] and (bases[0] == bases[1] or "" in bases)
+    return numerals[0] == numerals[1] and bases[0] in ("", bases[1])

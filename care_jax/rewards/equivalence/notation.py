@@ -8,9 +8,10 @@ truncated to `MAX_CHARS`, before and after Unicode normalisation, which can leng
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from care_jax.rewards.equivalence import characters, free_text, number_words, quantities
+from care_jax.rewards.equivalence.boxes import FONT_NAMES, TEXT, TEXT_NAMES, closing, unbox
 
 MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
 _MAX_ITEMS = 64  # of a list
@@ -20,39 +21,15 @@ _MANGLED = {
     "\x0crac": "\\frac", "\text": "\\text", "\times": "\\times", "\right": "\\right",
     "\tan": "\\tan", "\theta": "\\theta", "\x08oxed": "\\boxed", "\x08egin": "\\begin",
 }  # fmt: skip
-_TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox|ce)"
-_FONT_NAMES = r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath|operatorname)"
 _BOLD = r"\\(?:mathbf|boldsymbol|bm) ?\{(\w)\}"
-_TEXT = re.compile(rf"({_TEXT_NAMES}|{_FONT_NAMES})\*? ?\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 # Numerals before and after a text command that would join a numeral at its start or end.
 _NUMERAL_BEFORE = re.compile(
     r"(?:[\d.,/]|[\w)}] ?[-+*]|\\(?:times|cdot|sqrt)"
-    rf"|{_TEXT_NAMES} ?\{{[^{{}}]*[\d.,/] ?\}})[ {{]*$"
+    rf"|{TEXT_NAMES} ?\{{[^{{}}]*[\d.,/] ?\}})[ {{]*$"
 )
 _NUMERAL_AFTER = re.compile(
-    rf"[ }}]*(?:[\d.,/^+*-]|\\(?:times|cdot)(?![a-z])|{_TEXT_NAMES} ?\{{ ?[\d.,/])"
+    rf"[ }}]*(?:[\d.,/^+*-]|\\(?:times|cdot)(?![a-z])|{TEXT_NAMES} ?\{{ ?[\d.,/])"
 )
-_BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
-# Around a box: delimiters, what separates it from other values, and what is part of its value.
-_DELIMITER = re.compile(r"\$+|\\[()\[\],;:! ]|\*\*|\\left(?![a-z])|\\right(?![a-z])")
-_SEPARATOR = re.compile(
-    r"[=:;,.<>&。，]|\\\\|\\(?:approx|equiv|implies|Rightarrow|therefore|to|leq?|geq?|lt|gt|end)(?![a-z])"
-)
-_OPERATION = r"\\(?:pm|mp|times|cdot|div|sqrt|frac|pi|sin|cos|tan|log|ln|circ)(?![a-z])"
-_BEFORE_BOX = re.compile(
-    rf"(?:[+*/^_({{\[]|\S ?-|{_OPERATION}) ?$|[-\d)}}]$"
-    r"|(?<![a-zA-Z])(?:not|no|nor|n't|neither|either) ?$|\S (?:or|and) ?$"
-)
-_AFTER_BOX = re.compile(
-    rf"[\w)}}\](]| ?(?:[-+*/](?! |[a-zA-Z]{{2}}|$)|[+*/] ?[\d\\]|[\^_!]|\\?%|{_OPERATION}"
-    r"|(?:or|and|nor)(?![a-zA-Z]))"
-)
-_IS_DENIED = re.compile(
-    rf" (?:is|was|seems|can)(?![a-z]).*?(?:{free_text.NEGATION.pattern})", re.IGNORECASE
-)
-_PROSE_BEFORE = re.compile(r"^.*(?<![\\a-zA-Z])[a-zA-Z]{2,}(?![a-zA-Z{]) ?")
-_PROSE_AFTER = re.compile(r" (?!or |and |nor )[a-zA-Z]{3,}.*")
-_BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 # Between words a hyphen is a space, but not in sinx-cosx and x-theta.
 _HYPHEN = re.compile(r"(?<=[a-zA-Z])-(?=[a-z]{4})|(?<=[a-z]{4})-(?=[a-z]{2})")
@@ -62,11 +39,20 @@ _SYMBOL = re.compile(
 )
 _AMPERSAND = re.compile(r"(?<=[a-z]{2}) ?& ?(?=[a-z]{2})")
 _INDEX = re.compile(r"(?<=[a-zA-Z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
-_PREFIX = re.compile(
-    r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: ?:)? | ?:(?: :)? ?)"
-    r"|【答案】|(?:答案?|解) ?[:：] ?)?",
+_ANSWER = "answer|ans|réponse|respuesta|resposta|risposta|antwort|jawaban|ответ|答え|정답"
+# What says that the answer follows, and that it came before.
+_LABEL = re.compile(
+    r"(?:#+ ?)?(?:\*\*)?(?:(?:so|thus|hence|therefore),? )?"
+    r"(?:(?:the|my|our|la|die|final|correct|right) )*"
+    rf"(?:{_ANSWER})\.?(?:(?:\*\*)? ?:| (?:is|est|es|ist)(?![a-z])|\*\*|(?<=inal answer) )[ :*]*"
+    r"|【答案】|(?:(?:所以|因此|故|最终|正确) ?,? ?)*(?:答案 ?[是为為]|(?:答案?|解) ?:) ?:? ?"
+    r"|[故应]?选[择项]? ?:? ?(?=[(\[]?[A-Z](?! or))|#+ ?",
     re.IGNORECASE,
 )
+_IS_ANSWER = re.compile(
+    r" (?:is (?:the )?(?:(?:final|correct|right) )?(?:answer|correct|right)|\((?:final )?answer\))$"
+)
+_TAG = re.compile(r"</?(?:b|i|u|em|strong|p|br|span|div|code)(?: [^<>]*)?/?>", re.IGNORECASE)
 # Decorations before and after an answer.
 _OPENER = re.compile(
     r"(?:\\\\|\\(?:therefore|[Rr]ightarrow|implies|checkmark)(?![a-zA-Z])|[,;:=•▪►➤→⇒∴✓✔✅☑ ]"
@@ -77,11 +63,12 @@ _CLOSING_MARK = re.compile(r" ?\\(?:checkmark|qed)$|(?<=[a-zA-Z]{3})!+$")
 _MAX_DECORATIONS = 12
 _QUOTES = {'"': '"', "'": "'", "“": "”", "`": "`", "*": "*", "_": "_", "«": "»",
            "【": "】", "「": "」", "{": "}"}  # fmt: skip
+_CONDITION = re.compile(r"[a-zA-Z] ?(?:[|:]|\\mid|\\in)")  # of the members of a set
 _PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end alone is a prime
 _AND_MORE = r" (?:and|or) (?:over|older|above|more|up|greater|higher)$"
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
-    rf"(?!.*(?:pi|pct|per ?cent|answer|ans|out of|infinity|base|{_AND_MORE}))"
+    rf"(?!.*(?:pi|pct|per ?cent|out of|is (?:correct|right)|{_ANSWER}|infinity|base|{_AND_MORE}))"
     r"(?!.*(?:/d|//|/-)|(?:in|the|year|at|less|fewer|under|below|more|greater|over|above) )"
     r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
@@ -97,7 +84,7 @@ def _unwrap_text(match: re.Match) -> str:
     """The content of `\\text{}`, in quotes if a numeral in it would join one outside."""
     name, content = match.groups()
     before = match.string[max(0, match.start() - 40) : match.start()]
-    is_joined = re.match(_TEXT_NAMES, name) and (
+    is_joined = re.match(TEXT_NAMES, name) and (
         (re.match(r" *[\d.,/]", content) and _NUMERAL_BEFORE.search(before))
         or (re.search(r"[\d.,/] *$", content) and _NUMERAL_AFTER.match(match.string, match.end()))
     )
@@ -127,10 +114,10 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
         r"\\(?:overrightarrow|hat|vec) ?(?:\{ ?([a-zA-Z]|\\[a-z]+) ?\}|([a-zA-Z])(?!\w))",
         r"\\vec{\1\2}",
     ),
-    (_TEXT.pattern, _unwrap_text),
-    (_TEXT.pattern, _unwrap_text),  # \text can be nested
+    (TEXT.pattern, _unwrap_text),
+    (TEXT.pattern, _unwrap_text),  # \text can be nested
     (  # switches of font and size, colours and phantoms
-        rf"(?:{_FONT_NAMES}|\\(?:bf|it|rm|sf|tt|em|(?:bf|it|sl)(?:series|shape)"
+        rf"(?:{FONT_NAMES}|\\(?:bf|it|rm|sf|tt|em|(?:bf|it|sl)(?:series|shape)"
         r"|(?:text|script)style|tiny|small|normalsize|large|Large|LARGE|huge|Huge))"
         r"(?![a-zA-Z{])(?! \{) ?"
         r"|\\(?:bf|it|rm|sf|tt|em|large|Large|LARGE|huge|Huge|textstyle)(?=[ {])"
@@ -152,6 +139,9 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\langle(?![a-z]) ?([^<>]*) ?\\rangle(?![a-z])", r"(\1)"),
     (r" ?\( ?(?:approximately|approx\.?|about|\\approx) ([^()]*)\)$", r" \\approx \1"),
     (r"\{ ?\}(?=\^)", ""),
+    (r"[,;] ?(?:\.{3,}|\\[lc]?dots(?![a-z]))", ", …"),  # a list that goes on
+    (r"^\\?\{ ?([a-zA-Z]) ?(?:[|:]|\\mid) ?(?=\1 ?=)([^<>]*?)\\?\}$", r"{\2}"),
+    (r"^[a-zA-Z] *\\in *(?=\\\{[^|:]*$|\{[^|:]*,)", ""),  # a member of a set that is listed
     (
         r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\(?:text)?degree(?![a-z])"
         r"|(?<=[\d)]) ?\^ ?(?:[oO](?![a-zA-Z])|\{ ?[oO] ?\})",
@@ -193,12 +183,12 @@ def clean(text: str) -> str:
         return " ".join(text.split()).rstrip(" .")
     for mangled, command in _MANGLED.items():
         text = text.replace(mangled, command)
-    text = " ".join(text.split())
+    text = " ".join(_TAG.sub("", text).split())
     if "\\boxed" in text or "\\fbox" in text:
-        text = _unbox(text)
+        text = unbox(text)
     if len(text) > MAX_CHARS:
         return _truncated(text)
-    text = free_text.formula_of_sentence(_PREFIX.sub("", text, count=1))
+    text = free_text.formula_of_sentence(text)
     if not (text.isascii() and text.isprintable()):
         text = characters.in_latex(text)
     if len(text) > MAX_CHARS:
@@ -213,10 +203,11 @@ def _truncated(text: str) -> str:
 
 
 def _undecorated(text: str) -> str:
-    """The text without punctuation, marks, quotes and braces around it, if something is left."""
+    """The text without labels, marks, quotes and braces around it, if something is left."""
     for _ in range(_MAX_DECORATIONS):
         bare = text[opener.end() :] if (opener := _OPENER.match(text)) else text
-        bare = _CLOSING_MARK.sub("", bare.rstrip(_CLOSER))
+        bare = bare[label.end() :] if (label := _LABEL.match(bare)) else bare
+        bare = _CLOSING_MARK.sub("", _IS_ANSWER.sub("", bare.rstrip(_CLOSER)))
         if len(bare) > 2 and _QUOTES.get(bare[0]) == bare[-1] and _is_wrapped(bare):
             bare = bare[1:-1].strip()
         if not bare or bare == text:
@@ -231,67 +222,8 @@ def _is_wrapped(text: str) -> bool:
     if text[0] != "{":
         is_alone = text[0] not in inner and text[-1] not in inner
         return is_alone or text[0] == inner[:1] == "*"
-    is_one_value = not any(c in ",;" for c in inner) or inner[:1] == "{"
-    return is_one_value and closing(text, 1) == len(text) - 1
-
-
-def _unbox(text: str) -> str:
-    """The content of the last `\\boxed{}`, joined with boxes that only a few words separate."""
-    found = list(boxes(text))
-    if not found:
-        return text.replace("\\boxed", "").replace("\\fbox", "")
-    contents = [found[-1][2]]
-    start = found[-1][0]
-    for (first, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
-        gap = _TEXT.sub(r" \1 ", text[end:begin]) if begin - end <= 80 else ". "
-        if free_text.SENTENCE_END.search(gap) or len(free_text.PLAIN_WORD.findall(gap)) > 4:
-            break
-        contents.append(content)
-        start = first
-    inner = _with_outside(text[:start], ", ".join(reversed(contents)), text[found[-1][1] :])
-    # A box around a box is the same as the inner one.
-    return _unbox(inner) if _BOX.match(inner) and len(inner) <= MAX_CHARS else inner
-
-
-def _with_outside(before: str, inner: str, after: str) -> str:
-    """The content of a box with what belongs to it outside: a sign, factor, unit or `not`."""
-    before, after = (
-        _TEXT.sub(r" \2 ", _DELIMITER.sub("", part)) for part in (before[-200:], after[:200])
-    )
-    before = _SEPARATOR.split(before)[-1]
-    has_before, has_after = _BEFORE_BOX.search(before), _AFTER_BOX.match(after)
-    after = _SEPARATOR.split(after)[0].rstrip()
-    if _IS_DENIED.match(after):
-        return f"{inner}{after}"
-    if not has_before and not has_after:
-        is_unit = quantities.split_unit(f"1 {after.strip()}")[0] == "1"
-        return f"{inner} {after.strip()}" if is_unit else inner
-    if not free_text.NEGATION.search(before) and not free_text.HEDGE.search(before):
-        before = _PROSE_BEFORE.sub("", before)
-    before = before if has_before else ""
-    after = _PROSE_AFTER.sub("", after) if has_after else ""
-    is_sum = re.search(r"\S ?[-+,]", inner) is not None
-    return f"{before}({inner}){after}" if is_sum else f"{before}{inner}{after}"
-
-
-def boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and content of each balanced box, up to one that is not closed."""
-    start = 0
-    while match := _BOX.search(text, start):
-        end = closing(text, match.end())
-        if end < 0:
-            return
-        yield match.start(), (start := end + 1), text[match.end() : end]
-
-
-def closing(text: str, start: int, opening: str = "{") -> int:
-    """Index of the brace, or round bracket, that closes the one just before `start`; -1 if none."""
-    depth = 1
-    for match in _BRACKETS[opening].finditer(text, start):
-        depth += (match.group() == opening) - (match.group() in ("}", ")"))
-        if depth == 0:
-            return match.start()
-    return -1
+    is_set = any(c in ",;" for c in inner) or _CONDITION.match(inner)
+    return (not is_set or inner[:1] == "{") and closing(text, 1) == len(text) - 1
 
 
 def caseless_key(text: str) -> str:
@@ -300,12 +232,12 @@ def caseless_key(text: str) -> str:
 
 
 def key(text: str) -> str:
-    """Comparison key: no spaces, dollar signs, outer quotes, brackets around a character.
+    """Comparison key: no spaces, dollar signs, leading article, outer quotes or brackets.
 
     The case of symbols is kept, that of words is not.
     """
     # A space between two digits is kept: it separates two numbers.
-    text = free_text.fold_words(text)
+    text = free_text.without_article(free_text.fold_words(text))
     text = number_words.ORDINALS.get(text.replace(" ", "-"), text)
     if "&" in text or ("-" in text and not _SYMBOL.search(text)):
         text = _AMPERSAND.sub(" and ", _HYPHEN.sub(" ", text))
@@ -324,6 +256,7 @@ _NEXT_NAME = re.compile(r" ?(?:\\\\| ) ?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?$")
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _MARKED = re.compile(r"([^\s'])('+|\^ ?(?:T(?![a-zA-Z])|\\top|\{ ?(?:T|\\top) ?\}))")
 _POINT = re.compile(r"([A-Z](?:'|_\w)?) ?(\((?=[^()]*\d)[^(),]*,[^()]*\))")
+_DOMAIN = re.compile(r"([^,]+?)(?:, ?| ?\()([^(),=]+)\)?")
 _OPERATOR = re.compile(r"[\w)}] ?(?:[-+*/^(]|\\(?:times|cdot|div|sqrt|pi)(?![a-z]))")
 _CONSTANT = re.compile(r"\\(?:times|cdot|div|sqrt|frac|pi)(?![a-z])|degrees")
 _ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
@@ -331,6 +264,8 @@ _ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
 _NUMBER_IN_NAME = re.compile(
     r"(angle|sin|cos|tan|cot|sec|csc|log|ln|lg) ?\{?\d+(?:\.\d+)?\}?|(?<=[a-zA-Z])\d+"
 )
+# `\sqrt{x} = 5` is an equation, while `\tan x` is a value that may be asked for.
+_FUNCTION_OF = re.compile(r"(?:sqrt|log|ln|lg|exp)(?![a-z]) ?[({]? ?[a-zA-Z\\]")
 _PUNCTUATION = re.compile(r"\\[{}]|[()\[\]{},;]")
 _CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[\W_A-Z\d])")
 
@@ -363,6 +298,16 @@ def split_assignment(text: str) -> tuple[str, str]:
     if all(map(_is_computation, parts[:-1])):
         return parts[0], parts[-1]
     return (parts[0], parts[-1]) if is_chain and _is_name(name) else ("", text)
+
+
+def split_domain(text: str) -> tuple[str, str]:
+    """(function, domain) of `y = 6/x (x > 0)` or `y = 6/x, x > 0`; (text, "") without a domain."""
+    match = _DOMAIN.fullmatch(text)
+    if match is None or not has_relation(match.group(2)) or has_relation(match.group(1)):
+        return text, ""
+    function, domain = match.groups()
+    names = set(_VARIABLE.findall(split_assignment(function)[1]))
+    return (function, domain) if names & set(_VARIABLE.findall(domain)) else (text, "")
 
 
 def _is_computation(text: str) -> bool:
@@ -398,6 +343,8 @@ def variable(name: str) -> str:
 
 
 def _is_name(text: str) -> bool:
+    if _FUNCTION_OF.search(text):
+        return False
     text = _NUMBER_IN_NAME.sub(r"\1", _ARGUMENT.sub("", text))
     return (
         0 < len(text) <= 40
@@ -406,8 +353,22 @@ def _is_name(text: str) -> bool:
     )
 
 
+def split_tuple(text: str) -> tuple[str, list[str]] | None:
+    """`(a, b) = (1, 2)` as the list `a = 1, b = 2`; None for any other text."""
+    sides = [split_list(side) for side in text.split("=")]
+    if len(sides) != 2 or not all(side and side[0] == "()" for side in sides):
+        return None
+    names, values = (side[1] for side in sides if side)
+    if len(names) != len(values):
+        return None
+    return "", [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
+
+
 def split_list(text: str) -> tuple[str, list[str]] | None:
-    """Brackets (opening and closing, "" for none) and items; None if the text is not a list."""
+    """Brackets (opening and closing, "" for none) and items; None if the text is not a list.
+
+    The brackets are "or" for alternatives, which are none, `2 or 3`.
+    """
     text = text.strip()
     opened: list[re.Match] = []
     separators: dict[int, list[re.Match]] = {}  # by nesting depth
@@ -434,6 +395,7 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
     ends = [*(split.start() for split in splits), end]
     items = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
     if not brackets:
+        brackets = "or" if "or" in _CONNECTIVE.findall(text) else ""
         items = [part.strip() for item in items for part in _CONNECTIVE.split(item)]
     items = [item for item in items if item]
     is_list = len(items) > 1 or brackets in ("{}", "[]")

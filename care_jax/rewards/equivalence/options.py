@@ -12,7 +12,8 @@ _NAMES_LETTER = re.compile(
     r"[(\[]?[A-Z][)\].:]{1,2} \S|[A-Z] ?= ?[A-Z]$|[(\[]?[a-d][)\]]?$"
     r"|[A-Z](?:, | (?:is|because|since)(?![a-zA-Z]))"
     r"|.*(?<![a-zA-Z])(?i:option|choice|answer|choose|pick|select) (?!\d)"
-    r"|(?!.*[不非没错除])(?:.*(?:选项?|答案[是为:]?) ?\(?[A-Z](?![a-zA-Z\d])|[A-Z] ?(?:项|是|正确))"
+    r"|(?!.*[不非没错除])(?:.*(?:选项?|答案[是为:]?) ?\(?[A-Z](?![a-zA-Z\d])"
+    r"|[A-Z] ?(?:选?项|是|正确))"
 )
 _LABELLED = re.compile(r"[(\[]?([A-Z]|[a-z](?=\W+ ))(?:[)\]][.:]?|[.:)])(?= ?\S)")
 # What follows the letter of an option in a sentence about it, and not its text.

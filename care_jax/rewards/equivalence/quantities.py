@@ -53,7 +53,8 @@ _NOT_UNITS = frozenset({
     "squared", "cubed", "factorial", "doubled", "tripled", "negative", "mod", "modulo", "root",
     "choose", "divided", "pair", "pairs", "couple", "couples", "score", "scores", "wrong",
     "incorrect", "false", "except", "perhaps", "possibly", "probably", "below", "above", "under",
-    "does", "has", "always", "as", "yes", "cos",
+    "does", "has", "always", "as", "yes", "cos", "less", "fewer", "more", "off", "away", "short",
+    "apart", "left", "unknown", "undefined", "infinity", "infinite", "none", "guess",
 })  # fmt: skip
 # Number words: 7 quadrillion, 3 tens, 4 thousandish.
 _VAGUE = re.compile(
@@ -83,6 +84,16 @@ _UNIT_WORD = re.compile(
 _CURRENCY = re.compile(r"(?: |((?:US)?\$|[€£¥₹]|(?:USD|EUR|GBP|CNY|INR|Rs\.?)(?= ?[$\d.])))*")
 
 
+# 2010, 1990s, the season 2010/11, 2010 (year), 2010年.
+_YEAR = re.compile(r"(?:1[5-9]|20)\d\d(?:'?s|/\d\d| ?\(?year\)?| ?年)?")
+_DECADE = re.compile(r"(?:1[89]|20)\d0'?s")
+
+
+def is_year(text: str) -> bool:
+    """Whether a text is a calendar year, a decade or a season; `2,020` and `2020.5` are not."""
+    return _YEAR.fullmatch(text) is not None
+
+
 class Number(NamedTuple):
     """A number as written.
 
@@ -100,9 +111,14 @@ class Number(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16384)  # rollouts of one question often give the same answer
-def read_number(text: str) -> Number | None:
-    """Parses a cleaned text that is a number as a whole; None for any other text."""
+def read_number(text: str, is_gold: bool = False) -> Number | None:
+    """Parses a cleaned text that is a number as a whole; None for any other text.
+
+    After 1, and a gold number below it, any word may be a unit: `1 apple`, `1/2 apple`.
+    """
     text = in_digits(text.strip())
+    if _DECADE.fullmatch(text):  # not seconds
+        return None
     for _ in range(_MAX_BRACKETS):
         if len(text) > 2 and text[0] == "(" and text[-1] == ")" and "," not in text:
             text = text[1:-1].strip()  # (1,234) is a point
@@ -125,7 +141,8 @@ def read_number(text: str) -> Number | None:
     if (scale := _SHORT_SCALE.match(tail)) and (currency or len(scale.group(1)) == 2):
         value, tail = value * _SHORT_SCALES[scale.group(1).lower()], tail[scale.end() :]
     is_percent = tail.startswith("%")
-    unit = _read_unit(tail[is_percent:].strip(), is_one=value <= 1)
+    is_one = value == 1 or (is_gold and value < 1)
+    unit = _read_unit(tail[is_percent:].strip(), is_one)
     if unit is None or (tail == body[end:] and _PRODUCT.fullmatch(tail)):
         return None
     if currency and unit != currency:
@@ -133,14 +150,17 @@ def read_number(text: str) -> Number | None:
     return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
 
 
-def read_pair(one: str, other: str) -> tuple[Number | None, Number | None]:
-    """Both texts as numbers. Beside a plain number the letter of `12k` and `1.5M` is a scale."""
-    number, other_number = read_number(one), read_number(other)
-    if number and not number.unit and other_number is None:
-        return number, _read_scaled(other)
-    if other_number and not other_number.unit and number is None:
-        return _read_scaled(one), other_number
-    return number, other_number
+def read_pair(one: str, gold: str) -> tuple[Number | None, Number | None]:
+    """An answer and a gold answer as numbers.
+
+    Beside a plain number the letter of `12k` and `1.5M` is a scale.
+    """
+    number, gold_number = read_number(one), read_number(gold, is_gold=True)
+    if number and not number.unit and gold_number is None:
+        return number, _read_scaled(gold)
+    if gold_number and not gold_number.unit and number is None:
+        return _read_scaled(one), gold_number
+    return number, gold_number
 
 
 def _read_scaled(text: str) -> Number | None:
@@ -189,7 +209,7 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
     """Canonical name of a unit, "" for no unit; None if the text is not a unit.
 
     Any words may be one if they end in a plural or follow "per". In "5 wrong" and "2010 May" the
-    word is no unit; `is_one` means that the number is at most 1, whose unit may be a singular.
+    word is no unit; `is_one` means that the unit may be a singular.
     """
     if text.startswith("\\cdot"):  # a product
         return None
@@ -246,7 +266,7 @@ def is_close(
     num_decimals: int | None,
     units_matter: bool = False,
 ) -> bool:
-    """Whether two numbers agree. If only one has a percent sign, 50% equals both 50 and 0.5.
+    """Whether two numbers agree. If only one has a percent sign, 50% equals 50, 0.5 and 1/2.
 
     Args:
         units_matter: a number without a unit differs from one with a unit.
@@ -266,7 +286,9 @@ def is_close(
     pairs = [(prediction.value, gold.value)]
     if prediction.is_percent != gold.is_percent:
         one, other = (each.value / (100 if each.is_percent else 1) for each in (prediction, gold))
-        pairs.append((one, other))
+        plain = gold if prediction.is_percent else prediction
+        is_fraction = not plain.is_decimal and 0 < abs(plain.value) < 1  # 1/2 is not 0.5%
+        pairs = [(one, other)] if is_fraction else [*pairs, (one, other)]
     is_default = num_decimals is None
     if is_default and prediction.is_decimal != gold.is_decimal:
         exact = gold.value if prediction.is_decimal else prediction.value

@@ -6,7 +6,10 @@ Works on cleaned text and evaluates nothing: bounds remain text, so that a huge 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import NamedTuple
+
+from care_jax.rewards.equivalence import quantities
 
 _SET_BUILDER = re.compile(
     r"\\?\{ ?([a-zA-Z]|\\[a-z]+)(?: ?\\in ?[^|:\\]*(?:\\mathbb ?\{? ?R ?\}?|\\R)?)? ?"
@@ -96,10 +99,12 @@ def _read_relations(text: str) -> tuple[str, list[Interval], bool] | None:
     (variable, intervals), *rest = [part for part in read if part]
     if rest:
         ((other, others),) = rest
-        if variable != other or len(intervals) != 1 or len(others) != 1:
+        one, two = sorted((intervals, others), key=len)
+        if variable != other or len(one) != 1:
             return None
-        both = _intersect(intervals[0], others[0])
-        return (variable, [both], True) if both else None
+        both = _intersect(one[0], two[0])
+        found = _without(one[0], two[0].high) if len(two) == 2 else [both] if both else None
+        return (variable, found, True) if found else None
     return variable, intervals, True
 
 
@@ -144,6 +149,23 @@ def _intersect(one: Interval, other: Interval) -> Interval | None:
     if one.low == "-\\infty" or one.high != "\\infty" or other.low != "-\\infty":
         return None
     return Interval(one.brackets[0] + other.brackets[1], one.low, other.high)
+
+
+def _without(interval: Interval, point: str) -> list[Interval] | None:
+    """The two parts of an interval around a point of it, as in `x > 1 and x != 3`."""
+    low, value, high = map(_value, (interval.low, point, interval.high))
+    if low is None or value is None or high is None or not low < value < high:
+        return None
+    opening, closing = interval.brackets
+    below = Interval(f"{opening})", interval.low, point)
+    return [below, Interval(f"({closing}", point, interval.high)]
+
+
+def _value(bound: str) -> Fraction | float | None:
+    if "\\infty" in bound:
+        return float(bound.replace("\\infty", "inf"))
+    number = quantities.read_number(bound)
+    return number.value if number else None
 
 
 def _bound(text: str) -> str:

@@ -9,9 +9,9 @@ from answer_pairs import ASKED_DIFFERENT, ASKED_EQUAL, DIFFERENT, EQUAL, compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from care_jax.rewards.answers import is_equal, is_equivalent
+from care_jax.rewards.answers import is_equivalent
 from care_jax.rewards.equivalence.notation import clean
-from care_jax.rewards.symbolic import Comparison, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool, is_equal
 from care_jax.rewards.verifier import extract_answer
 
 CASES = Path(__file__).parents[3].parent / "shared" / "cases" / "equivalence.jsonl"
@@ -94,7 +94,8 @@ def test_latex_around_an_answer_changes_nothing(answer, gold, dress, other):
 def test_a_unit_on_one_side_changes_nothing_but_a_percent(number, gold, unit, dress):
     plain = compare(number, gold)
     with_unit = compare(dress.format(number + unit), gold)
-    if "%" not in unit or plain == "equal":
+    is_fraction = "/" in number + gold  # 1/2 is not 1/2%
+    if "%" not in unit or (plain == "equal" and not is_fraction):
         assert with_unit == plain
     assert compare(number + unit, dress.format(number + unit)) == "equal"
 
@@ -130,6 +131,21 @@ def test_tolerance_is_relative_to_the_gold_answer():
     for other, text in (("12/12/2011", "12/12/2010"), ("10:31", "10:30"), ("19-25", "18-24")):
         assert compare(other, text, **relaxed) == "different"
         assert compare(text, text, **relaxed) == "equal"
+
+
+def test_years_and_bounds_have_no_tolerance():
+    relaxed = {"tolerance": 0.05}
+    for gold in ("2,020", "$2,020", "2020.5", "2020%", "2020 km"):
+        assert compare("2050", gold, **relaxed) == "equal", gold
+    for other, gold in (
+        ("2011", "2010"), ("x = 2011", "2010"), ("2013, 2017", "2014, 2016"), ("2011年", "2010年"),
+        ("Dec 18, 2021", "Dec 18, 2020"), ("184", "2010/11"), ("1999", "2010-11"),
+        (">52", ">50"), ("[2014, 2100]", "[2014, 2016]"), ("2010 (year)", "2000 (year)"),
+    ):  # fmt: skip
+        assert compare(other, gold, **relaxed) == "different", gold
+        assert compare(gold, gold, **relaxed) == "equal", gold
+    for other, gold in (("1980s", "1990s"), ("2009 + 2", "2010")):
+        assert not is_equivalent(other, gold, **relaxed), gold
 
 
 def test_decimals_round_both_sides():

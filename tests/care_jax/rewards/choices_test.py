@@ -59,6 +59,10 @@ def test_options_are_named_by_small_letters_and_several_in_any_order(prediction,
         ("({letter}) {text}.0 cm", True),
         ("{letter}, which is {text}", True),
         ("{text} ({letter})", True),
+        ("故选：{letter}", True),
+        ("{letter}选项", True),
+        ("不选{letter}", False),
+        ("{letter}选项错误", False),
         ("{letter} is wrong", False),
         ("{letter} is not the answer", False),
         ("{letter} isn't", False),
@@ -105,6 +109,26 @@ def test_the_text_of_an_option_is_no_part_of_a_number():
         assert compare(prediction, "A", choices=choices) == "equal", prediction
     assert compare("D is 1.2", "D", choices=choices) == "equal"
     assert compare("A. 1/3", "A", choices=choices) == "different"
+
+
+def test_an_article_is_no_option():
+    for texts in (("cat", "dog", "horse"), ("a cat", "a dog", "the horse")):
+        for prediction in ("A dog", "a dog", "the dog.", "dog", "B. the dog"):
+            assert compare(prediction, "B", choices=texts) == "equal", prediction
+        for prediction in ("A", "A cat", "A. dog", "A dog or a cat"):
+            assert compare(prediction, "B", choices=texts) == "different", prediction
+
+
+def test_a_reason_names_no_option():
+    angles = ("45°", "60°", "75°", "105°")
+    for prediction in ("C. 75°, because 180° − 105° = 75°", "75, since 45 + 60 = 105"):
+        assert compare(prediction, "C", choices=angles) == "equal", prediction
+    for prediction in ("C. 60°, because 75°", "C, because 75 or 60", "C, because 75. So B"):
+        assert compare(prediction, "C", choices=angles) == "different", prediction
+    for prediction, gold in (("Yes, it does", "A"), ("no, because there is no dog", "B")):
+        assert compare(prediction, gold, choices=("Yes", "No")) == "equal", prediction
+    reasons = ("yes, because it is hot", "yes, because it is cold")
+    assert compare("Yes, because it is cold", "A", choices=reasons) == "different"
 
 
 def test_a_pronoun_is_no_option():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from care_jax.rewards import answers
-from care_jax.rewards.symbolic import Comparison, SymbolicPool
+from care_jax.rewards.symbolic import Comparison, SymbolicPool, is_equal
 
 quickly = settings(deadline=None, derandomize=True, max_examples=40)
 briefly = settings(deadline=None, derandomize=True, max_examples=8)  # where algebra is asked
@@ -24,7 +24,7 @@ def agree():
         if isinstance(outcome, Comparison):
             (outcome,) = pool.ask([outcome])
         assert outcome not in ("timeout", "crash"), (prediction, gold)
-        return answers.is_equal(outcome)
+        return is_equal(outcome)
 
     yield agree
     pool.close()

@@ -88,7 +88,6 @@ def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
         ("60 miles per hour", 60, "mi per h"),
         ("5 m/s", 5, "m per s"),
         ("7 apples", 7, "apples"),
-        ("1/2 apple", Fraction(1, 2), "apple"),
         ("0.1\\overline{6}", Fraction(1, 6), ""),
         ("$5k", 5000, "$"),
         ("5mn", 5000000, ""),
@@ -121,6 +120,14 @@ def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
 def test_scales_are_multiplied_and_units_named_by_one_name(text, value, unit):
     read = read_number(text)
     assert (read.value, read.unit) == (value, unit)
+
+
+def test_a_singular_is_a_unit_after_one_and_below_one_in_a_gold_answer():
+    for is_gold in (False, True):
+        assert read_number("1 apple", is_gold).unit == "apple"
+        assert read_number("1 unknown", is_gold) is None
+    assert read_number("1/2 apple", is_gold=True).unit == "apple"
+    assert read_number("1/2 apple") is None
 
 
 # By hand: so many of the second make one of the first.
