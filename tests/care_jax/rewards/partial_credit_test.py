@@ -60,7 +60,7 @@ def test_costly_answers_take_no_credit_from_the_rest_of_their_group():
     costly = [f"(x+z+y)^{{{power}}}" for power in (60, 59, 58, 57)]
     texts = [f"<think>a</think><answer>{text}</answer>" for text in (*costly, "x^2 + 2xy + y^2")]
     example = Example("0", "made", (), "?", "(x + y)^2")
-    with Verifier(1, 5.0, reward=NAME, success=1.0) as graded:
+    with Verifier(1, 60.0, reward=NAME, success=1.0) as graded:
         found = graded.begin(texts, [parse_text(text) for text in texts], [example] * 5,
                              group_size=5)()  # fmt: skip
     assert [verdict.acc for verdict in found] == [0.0] * 4 + [1.0]
