@@ -16,7 +16,7 @@ from array import array
 from typing import Any
 
 from care_jax.batch import Unusable
-from care_jax.data.rows import LONE_SURROGATE, SURROGATE
+from care_jax.data.texts import LONE_SURROGATE, SURROGATE
 
 # The tokens that delimit array elements. A whole string is one token, so brackets inside it do not
 # count. A lone quotation mark matches only where a string is never closed.

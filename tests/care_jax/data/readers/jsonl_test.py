@@ -12,6 +12,7 @@ from PIL import Image
 from care_jax.batch import Unusable
 from care_jax.data.readers import jsonl
 from care_jax.data.rows import (
+    CONTEXT_ALONE,
     NO_ANSWER_TAGS,
     NO_RESPONSE,
     NO_TEXT_LEFT,
@@ -21,6 +22,7 @@ from care_jax.data.rows import (
     with_responses,
     with_text_answers,
 )
+from care_jax.data.texts import TAGS_IN_ANSWER
 
 tagged_responses = functools.partial(with_responses, tagged=True)
 GOOD = {"id": "a", "question": "How many?", "answer": "3", "image": "ok.png"}
@@ -49,6 +51,9 @@ def write(tmp_path):
 
 
 NAN = float("nan")
+INTEGER = "an integer answer to choices may count from 0 or 1"
+BASE64 = "image in base64, which is not read; save it as a file"
+USER = {"role": "user"}
 TWO = {"image": None, "images": ["ok.png", "two.jpg"]}
 DIFFER = "images and placeholders differ in number"
 
@@ -69,6 +74,27 @@ DIFFER = "images and placeholders differ in number"
         ({"options": [None]}, "choices are not a list of texts and numbers"),
         ({"options": ["x"] * 27}, "more than 26 choices"),
         ({"options": ["1", "2"]}, "answer not among the choices"),
+        ({"options": ["2", "3", "1"], "answer": 1}, INTEGER),
+        ({"options": [2, 3, 1], "answer": 3.0}, INTEGER),
+        ({"options": ["2", "3"], "answer": 0}, INTEGER),
+        ({"options": "A. 2\nC. 3"}, "choices are not a list of texts and numbers"),
+        ({"options": {"A": "2", "C": "3"}}, "choices are not a list of texts and numbers"),
+        ({"options": "['\\frac12', '3']"}, "choices are not a list of texts and numbers"),
+        ({"options": "[" * 9_000}, "choices are not a list of texts and numbers"),
+        ({"answer": "<answer></answer>"}, "no answer"),
+        ({"answer": "<answer>3</answer> or <answer>4</answer>"}, TAGS_IN_ANSWER),
+        ({"answer": "<answer>3"}, TAGS_IN_ANSWER),
+        ({"answer": "<think>3</think>"}, TAGS_IN_ANSWER),
+        ({"question": "<img1>?"}, "a placeholder that is not read; write <image>"),
+        ({"question": "<image>a</image>?"}, "a placeholder that is not read; write <image>"),
+        ({"question": "Which?", "options": ["<IMG src=a>", "3"]}, "a placeholder that is not"),
+        ({"question": [{"role": "system", "content": "?"}]}, "messages without one of the user"),
+        ({"question": [USER | {"content": [{"type": "video"}]}]}, "a part of a message is neither"),
+        ({"question": [USER | {"content": None}]}, "no question"),
+        ({"context": "Cats sleep."}, CONTEXT_ALONE),
+        ({"image": "iVBORw0KGgoAAAANS" + "A" * 5_000}, BASE64),
+        ({"image": "/9j/4AAQSkZJRg" + "Ab/" * 300}, BASE64),
+        ({"image": '["ok.png"]'}, "images are a list written as text; write a list"),
         ({"question": "?" * 20_000}, "text too long"),
         ({"response": "?" * 70_000}, "text too long"),
         ({"image": 5}, "image is neither a path nor bytes"),
@@ -81,7 +107,7 @@ DIFFER = "images and placeholders differ in number"
         ({"image": "a/../../ok.png"}, OUTSIDE),
         ({"image": "/etc/hostname"}, OUTSIDE),
         ({"question": "<|image_pad|>?"}, "a special token in the text"),
-        ({"context": "<think><|image_pad|>"}, "a special token in the text"),
+        ({"context": "<think><|image_pad|>", "response": "x"}, "a special token in the text"),
         ({"context": ["No."]}, "context is not text"),
         ({"units": "cm"}, 'units is neither empty nor "matter"'),
     ],
@@ -89,7 +115,55 @@ DIFFER = "images and placeholders differ in number"
 def test_bad_row_is_left_out_and_counted(write, change, reason):
     examples, skipped = load(write(GOOD, GOOD | change, GOOD | {"id": "b"}))
     assert [example.id for example in examples] == ["a", "b"]
-    assert skipped == {reason: 1}
+    assert [(each[: len(reason)], count) for each, count in skipped.items()] == [(reason, 1)]
+
+
+def test_what_was_found_is_told(write):
+    with pytest.raises(ValueError, match=r"units is neither .* \(first is row 1: 'cm'\)"):
+        load(write(GOOD | {"units": "cm"}))
+
+
+@pytest.mark.parametrize(
+    "answer", ["<think>It is 4.</think>\n<ANSWER> 3 </ANSWER>", "<answer>3</answer>", "3 "]
+)
+def test_an_answer_in_tags_is_what_they_hold(write, answer):
+    assert load(write(GOOD | {"answer": answer}))[0][0].answer == "3"
+
+
+PARTS = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+TURNS = [{"role": "system", "content": "Be brief."}, USER | {"content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "question"),
+    [
+        ([*TURNS, USER | {"content": "How many <image>?"}], "How many <image>?"),
+        ([*TURNS, USER | {"content": PARTS}, {"role": "assistant"}], "<image>How many?"),
+        ([{"from": "human", "value": "How many?"}], "<image>How many?"),
+    ],
+)
+def test_of_messages_the_last_of_the_user_is_the_question(write, messages, question):
+    assert load(write(GOOD | {"question": messages}))[0][0].question == question
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "['30', \"45\"]",
+        '["30", 45]',
+        {"B": "45", "A": "30", "C": None},
+        "A. 30\n\n B. 45 ",
+        ["A. 30", "(B) 45"],
+    ],
+)
+def test_choices_may_be_written_in_several_ways(write, options):
+    (example,), _ = load(write(GOOD | {"options": options, "answer": "B"}))
+    assert example.choices == ("30", "45") and example.question.endswith("(A) 30\n(B) 45")
+
+
+@pytest.mark.parametrize("mark", ["<image_1>", "<image-1>", "<IMAGE>", "<image/>", "<image 1/>"])
+def test_a_placeholder_may_be_spelled_in_several_ways(write, mark):
+    assert load(write(GOOD | {"question": f"In {mark}?"}))[0][0].question == "In <image>?"
 
 
 def test_row_becomes_an_example(write):
@@ -97,7 +171,7 @@ def test_row_becomes_an_example(write):
         "id": 7,
         "question": "Which?\n<image>",
         "options": ["one", "2"],
-        "answer": 2,
+        "answer": "2",
         "images": ["ok.png"],
         "rationale": "Count.",
         "units": "matter",
@@ -116,12 +190,6 @@ def test_row_becomes_an_example(write):
     assert example.rationale == "Count."
     assert example.units == "matter"
     assert example.extra == {}
-
-
-def test_options_with_their_own_letters_are_shown_once(write):
-    labelled = {"options": ["A. 30", "(B) 45"], "answer": "B"}
-    (_, example), _ = load(write(GOOD, GOOD | labelled | {"id": "b"}))
-    assert example.choices == ("30", "45") and example.question.endswith("(A) 30\n(B) 45")
 
 
 @pytest.mark.parametrize(
