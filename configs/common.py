@@ -33,9 +33,10 @@ def source(name: str = "", **options) -> ConfigDict:
     section.tolerance = 0.0  # relative error allowed between numbers; the ChartQA benchmark: 0.05
     section.min_pixels = 0  # minimum height x width of an image; 0: data.min_pixels
     section.max_pixels = 0  # maximum; 0: data.max_pixels
-    # Column names of the parquet source; empty: no such column.
+    # Names of columns of parquet (empty: no such column; context and units are found by these
+    # names) and of fields of jsonl (empty: of these names); "none": none, though there is one.
     columns = ("id", "question", "answer", "images", "choices", "rationale", "response")
-    section.columns = ConfigDict(dict.fromkeys(columns, ""))
+    section.columns = ConfigDict(dict.fromkeys((*columns, "context", "units"), ""))
     section.parts = ()  # the sources of a mixture
     section.lock()
     section.update(options)

@@ -257,17 +257,17 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
     are relative to the folder, which may be inside an archive. `images_outside` allows paths that
     lead out of it.
     """
-    leaves = list(itertools.islice(_leaves(cell), MAX_IMAGES + 1))
-    if len(leaves) > MAX_IMAGES:
+    found = list(itertools.islice(leaves(cell), MAX_IMAGES + 1))
+    if len(found) > MAX_IMAGES:
         raise Unusable(f"more than {MAX_IMAGES} images")
-    return [_image(leaf, folder, images_outside) for leaf in leaves]
+    return [_image(leaf, folder, images_outside) for leaf in found]
 
 
-def _leaves(cell: Any) -> Iterator[Any]:
+def leaves(cell: Any) -> Iterator[Any]:
     """The cell, or the elements of its lists, without empty ones."""
     if isinstance(cell, list | tuple):
         for each in cell:
-            yield from _leaves(each)
+            yield from leaves(each)
     elif not (cell is None or cell == "" or (isinstance(cell, dict) and not any(cell.values()))):
         yield cell
 

@@ -22,6 +22,7 @@ from care_jax.data.rows import (
     with_responses,
     with_text_answers,
 )
+from care_jax.data.sources import open_source
 from care_jax.data.texts import TAGS_IN_ANSWER
 
 tagged_responses = functools.partial(with_responses, tagged=True)
@@ -50,6 +51,7 @@ def write(tmp_path):
     return write
 
 
+TEXT = {"question": "How many?", "answer": "3"}
 NAN = float("nan")
 INTEGER = "an integer answer to choices may count from 0 or 1"
 BASE64 = "image in base64, which is not read; save it as a file"
@@ -247,16 +249,65 @@ def test_rows_that_a_stage_cannot_use_are_left_out(write, only, change, reason):
     assert [example.id for example in examples] == ["a"] and skipped == {reason: 1}
 
 
-@pytest.mark.parametrize("field", ["image_path", "img", "file_name"])
-def test_an_image_in_a_field_that_is_not_read_is_no_question_without_one(write, field):
-    named = {"question": "How many?", "answer": "3", field: "images/a.PNG"}
-    said = {"question": "How many?", "answer": "3", field: "a text"}
-    read = GOOD | {field: "ok.png"}
-    examples, skipped = load(write(named, said | {"id": "said"}, read | {"id": "read"}))
-    assert [example.id for example in examples] == ["said", "read"]
-    assert skipped == {"an image in a field that is not read": 1}
-    with pytest.raises(ValueError, match=f"'{field}' has 'images/a.PNG'; call the field image"):
-        load(write(named))
+@pytest.mark.parametrize("images", [{}, {"image": ""}, {"images": []}])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("image_path", "images/a"),
+        ("figure", "images/a.PNG"),
+        ("img_paths", ["a"]),
+        ("Picture", {"url": "https://a.org/b"}),
+        ("file_name", "a"),
+    ],
+)
+def test_an_image_in_a_field_that_is_not_read_is_no_question_without_one(
+    write, field, value, images
+):
+    row = TEXT | {field: value, **images}
+    message = re.escape(f"'{field}' has {value!r}; call the field image, or name it in columns.")
+    with pytest.raises(ValueError, match=message):
+        load(write(row))
+    none = jsonl.open_rows(str(write(row)), columns={"images": "none"})
+    assert none[0].images == () and none[0].extra[field] == value
+    assert len(load(write(GOOD | {field: "ok.png"}))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"source_url": "https://a.org/b.png"}, {"image_path": ""}, {"img": [None]}, {"image_id": 3}],
+)
+def test_a_field_without_an_image_is_no_reason(write, change):
+    assert load(write(TEXT | change))[0][0].images == ()
+
+
+@pytest.mark.parametrize("images", [[], "", None])
+def test_one_of_image_and_images_may_be_empty(write, images):
+    assert len(load(write(GOOD | {"images": images}))[0][0].images) == 1
+
+
+def test_fields_may_have_other_names(write):
+    path = write(
+        {
+            "problem": [USER | {"content": PARTS}],
+            "reward_model": {"ground_truth": "3", "style": "rule"},
+            "answer": "three",
+            "views": ["ok.png"],
+            "picture": None,
+        }
+    )
+    columns = {"question": "problem", "answer": "reward_model.ground_truth", "images": "views,p"}
+    example = open_source("jsonl", path=str(path), columns=columns)[0]
+    assert (example.question, example.answer) == ("<image>How many?", "3")
+    assert len(example.images) == 1 and set(example.extra) == {"reward_model", "answer", "picture"}
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+def test_messages_are_the_question_of_a_row_without_one(write, field):
+    chat = [USER | {"content": "How few?"}]
+    row = GOOD | {field: chat}
+    asked = load(write(row | {"question": None}))[0][0]
+    assert (asked.question, asked.extra) == ("<image>How few?", {})
+    assert load(write(row))[0][0].extra == {field: chat}
 
 
 def test_image_paths_stay_below_the_images_folder_unless_allowed(write, tmp_path):

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from care_jax.batch import Unusable
-from care_jax.data.readers import parquet
+from care_jax.data.readers import fields, parquet
 from care_jax.data.sources import open_source
 from care_jax.prompts.images import open_image
 
@@ -54,6 +54,11 @@ REFUSED = {
         WHOLE,
         r"columns\.answer must name a column of .*train-0.parquet \(it has q, a, img, opts\), got",
     ),
+    "no such field": (
+        {"answer": "a.b"},
+        WHOLE,
+        r"expected columns a\.b in .*, got q, a, img, opts;",
+    ),
     "no question": ({"question": ""}, WHOLE, r"columns\.question must name a column of .*, got ''"),
     "cut": ({}, (slice(-9, None), b""), r"train-1\.parquet is not a complete parquet file"),
     "row group": ({}, (slice(4, 204), bytes(200)), r"row group 0 of .*train-1\.parquet cannot be"),
@@ -84,7 +89,7 @@ UNUSABLE = {
 def test_a_cell_that_cannot_be_read_costs_its_row_alone(tmp_path, cells, reason):
     table = pa.table({"question": ["?", "?"], "answer": ["1", "2"], "more": cells})
     pa.parquet.write_table(table, tmp_path / "x.parquet")
-    columns = dict.fromkeys(parquet.COLUMNS, "") | {"question": "question", "answer": "answer"}
+    columns = dict.fromkeys(fields.FIELDS, "") | {"question": "question", "answer": "answer"}
     source = parquet.open_rows(str(tmp_path / "x.parquet"), columns=columns)
     assert source[0].answer == "1"
     with pytest.raises(Unusable, match=reason):
@@ -168,3 +173,73 @@ def test_other_columns_are_kept_except_bytes(tmp_path, write_parquet, picture):
     example = open_source("parquet", path=str(tmp_path), columns=COLUMNS)[0]
     assert example.answer == [1.5, 2.0]
     assert example.extra == {"size": {"w": 3, "tags": ["x"]}, "day": "2025-01-02"}
+
+
+BYTES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def test_columns_of_images_are_named_or_declined(tmp_path, write_parquet, picture):
+    types = {"q": pa.string(), "a": pa.string(), "views": pa.list_(BYTES), "image": pa.string()}
+    row = {"q": "?", "a": "1", "views": [{"bytes": picture(), "path": None}], "image": "gone.png"}
+    path = str(write_parquet(tmp_path / "x.parquet", [row], types))
+    columns = {"question": "q", "answer": "a"}
+    with pytest.raises(ValueError, match=r"columns.images must name .*, where views has bytes, go"):
+        open_source("parquet", path=path, columns=columns)
+    images = [
+        len(open_source("parquet", path=path, columns=columns | {"images": name})[0].images)
+        for name in ("views", "none")
+    ]
+    assert images == [1, 0]
+    del row["views"], types["views"]
+    path = str(write_parquet(tmp_path / "x.parquet", [row], types))
+    with pytest.raises(Unusable, match="an image in a field that is not read"):
+        _ = open_source("parquet", path=path, columns=columns)[0]
+
+
+def test_a_release_of_verl_is_read(tmp_path, write_parquet, picture):
+    """Messages, whose image is in another column, and the answer in a struct."""
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    types = {
+        "prompt": pa.list_(message),
+        "images": pa.list_(BYTES),
+        "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
+        "units": pa.string(),
+        "context": pa.string(),
+        "response": pa.string(),
+    }
+    row = {"reward_model": {"style": "rule", "ground_truth": "3 cm"}, "units": "matter"}
+    row |= {"prompt": [{"role": "user", "content": "<image>How long?"}]}
+    row |= {"images": [{"bytes": picture(), "path": None}], "context": "No. ", "response": "3 cm"}
+    path = str(write_parquet(tmp_path / "train.parquet", [row], types))
+    columns = {"question": "prompt", "answer": "reward_model.ground_truth", "images": "images"}
+    example = open_source("parquet", path=path, columns=columns | {"response": "response"})[0]
+    assert (example.question, example.answer) == ("<image>How long?", "3 cm")
+    assert (example.context, example.units) == ("No. ", "matter")
+    assert example.extra == {"reward_model": row["reward_model"]}
+    columns |= {"answer": "reward_model.truth", "context": "none"}
+    with pytest.raises(
+        ValueError, match=r"expected columns reward_model\.truth in .*, got prompt,"
+    ):
+        open_source("parquet", path=path, columns=columns)
+
+
+def test_messages_may_have_parts_and_choices_letters(tmp_path, write_parquet, picture):
+    part = pa.struct([("type", pa.string()), ("text", pa.string())])
+    message = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
+    letters = pa.struct([(letter, pa.string()) for letter in "ABC"])
+    types = {"prompt": pa.list_(message), "img": BYTES, "a": pa.string(), "opts": letters}
+    content = [{"type": "text", "text": "How "}, {"type": "image"}, {"type": "text", "text": "?"}]
+    row = {"prompt": [{"role": "user", "content": content}], "a": "B"}
+    row |= {"img": {"bytes": picture()}, "opts": {"A": "30", "B": "45"}}
+    path = str(write_parquet(tmp_path / "train.parquet", [row], types))
+    example = open_source("parquet", path=path, columns=COLUMNS | {"question": "prompt"})[0]
+    assert example.question == "How <image>?\n(A) 30\n(B) 45" and example.choices == ("30", "45")
+
+
+def test_an_index_of_a_choice_is_refused(tmp_path, write_parquet):
+    types = {"q": pa.string(), "a": pa.int64(), "opts": pa.list_(pa.string())}
+    row = {"q": "How many legs?", "a": 1, "opts": ["2", "3", "1"]}
+    path = str(write_parquet(tmp_path / "train.parquet", [row], types))
+    source = open_source("parquet", path=path, columns=COLUMNS | {"images": ""})
+    with pytest.raises(Unusable, match="an integer answer to choices"):
+        _ = source[0]
