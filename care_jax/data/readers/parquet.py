@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from care_jax.batch import Example, Unusable
-from care_jax.data.readers import hub
+from care_jax.data.readers import formats, hub
 from care_jax.data.readers.fields import FIELDS, example_of, names_of, value_at
 from care_jax.data.rows import Rows, locate
 
@@ -169,7 +169,7 @@ def open_rows(
     Args:
         path: a file, a folder, or a hub id.
         split: selects files with that prefix (train-00000-of-00001.parquet) or in a folder of that
-            name; empty for all files.
+            name; "all" for all files; empty if they are of one split.
         columns: maps parts of `fields.FIELDS` to a column of the files, or to a field of its
             structs; question and answer are required, context and units are found by their names.
             Several image columns are separated by commas, and "none" is none.
@@ -244,21 +244,27 @@ def _column_of(schema: Any, name: str, path: pathlib.Path) -> str:
 
 
 def find_files(path: pathlib.Path, split: str) -> list[pathlib.Path]:
-    """The parquet files of a release and its split, at least one, sorted by path."""
+    """The parquet files of a release and its split, at least one, sorted by path.
+
+    Raises:
+        ValueError: there are none, or no split is given and the files are of several.
+    """
     if path.is_file():
         return [path]
     files = sorted(path.rglob("*.parquet"))
 
     def is_of_split(file: pathlib.Path) -> bool:
-        return not split or split in (re.split("[-.]", file.name)[0], file.parent.name)
+        return split in ("", hub.ALL, re.split("[-.]", file.name)[0], file.parent.name)
 
     found = list(filter(is_of_split, files))
     if not found:
         names = ", ".join(str(file.relative_to(path)) for file in files[:8])
+        other = "" if files else formats.told(path)
         raise ValueError(
-            f"expected parquet files of split {split!r} in {str(path)!r}, got {names or 'none'}; "
-            "change the source's path or split"
+            f"expected parquet files of split {split!r} in {str(path)!r}, got {names or 'none'}"
+            f"{other}; change the source's path or split"
         )
+    hub.check_files(found, path, split)
     return found
 
 
@@ -291,9 +297,8 @@ def _open(path: pathlib.Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a complete parquet file ({_first_line(error)}); download it again"
-        ) from error
+        advice = formats.told(path) or f" ({_first_line(error)}); download it again"
+        raise ValueError(f"{path} is not a complete parquet file{advice}") from error
 
 
 def _first_line(error: Exception) -> str:

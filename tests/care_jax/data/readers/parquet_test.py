@@ -39,11 +39,60 @@ def test_rows_of_all_files_are_found_in_any_order(release):
     assert open_image(source[2].images[0]).size == (96, 64)
     lengths = {
         split: len(open_source("parquet", path=str(release), split=split, columns=COLUMNS))
-        for split in ("train", "test", "test_text_only", "vision (10)", "")
+        for split in ("train", "test", "test_text_only", "vision (10)", "all")
     }
-    assert lengths == {"train": 7, "test": 5, "test_text_only": 3, "vision (10)": 4, "": 15}
+    assert lengths == {"train": 7, "test": 5, "test_text_only": 3, "vision (10)": 4, "all": 15}
     with pytest.raises(IndexError):
         _ = source[7]
+
+
+SPLITS = {
+    "train, val": ("data/train-0.parquet", "data/val-0.parquet"),
+    "test, testmini": ("testmini.parquet", "test-1.parquet"),
+    "test, train": ("main/test/0.parquet", "main/geo_train.parquet"),
+    "": ("train_1.parquet", "train-2.parquet", "39Krelease.parquet", "latest/train/0.parquet"),
+}
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_files_of_several_splits_are_not_merged_unasked(tmp_path, write_parquet, splits):
+    for name in SPLITS[splits]:
+        row = {"q": "?", "a": ["1"], "img": None, "opts": None}
+        write_parquet(tmp_path / name, [row], TYPES)
+    if splits:
+        with pytest.raises(ValueError, match=f"files of one split in .*, got {splits}; set the"):
+            open_source("parquet", path=str(tmp_path), columns=COLUMNS)
+    rows = open_source("parquet", path=str(tmp_path), columns=COLUMNS, split=splits and "all")
+    assert len(rows) == len(SPLITS[splits])
+
+
+def test_files_of_several_revisions_are_refused(tmp_path, write_parquet):
+    for revision in ("aa", "bb"):
+        row = {"q": "?", "a": ["1"], "img": None, "opts": None}
+        path = tmp_path / "datasets--a--b" / "snapshots" / revision / "train-0.parquet"
+        write_parquet(path, [row], TYPES)
+    message = "of one revision in .*, got datasets--a--b/snapshots/aa, .*/bb; set the source's path"
+    with pytest.raises(ValueError, match=message):
+        open_source("parquet", path=str(tmp_path), columns=COLUMNS, split="train")
+    path = str(tmp_path / "datasets--a--b" / "snapshots" / "aa")
+    assert len(open_source("parquet", path=path, columns=COLUMNS)) == 1
+
+
+OTHER_FORMATS = {
+    "data-0.arrow": (b"\xff" * 8, "an Arrow stream; write it with datasets"),
+    "a.jsonl": (b'{"question": "?"}', "a file of JSON; set the source to 'jsonl'"),
+    "a.tar": (b"a.png".ljust(257, b"\0") + b"ustar", "a tar archive; unpack it"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_a_file_of_another_format_is_told(tmp_path, name):
+    content, message = OTHER_FORMATS[name]
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(ValueError, match=f"{name}.*, {message}"):
+            open_source("parquet", path=str(path), columns=COLUMNS)
 
 
 WHOLE = (slice(0), b"")
@@ -106,7 +155,7 @@ def test_release_is_fetched_by_its_hub_id(release, monkeypatch):
         return str(release)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert len(open_source("parquet", path="some/release", columns=COLUMNS)) == 15
+    assert len(open_source("parquet", path="some/release", columns=COLUMNS, split="all")) == 15
     assert asked == [("some/release", "dataset")]
 
 
@@ -115,9 +164,8 @@ def test_a_release_is_named_after_its_id_and_not_after_its_commit(release, monke
 
     commit = release.rename(release.with_name("0123456789abcdef"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(commit))
-    assert open_source("parquet", path="some/release-2.5", columns=COLUMNS)[0].source == (
-        "release-2.5"
-    )
+    rows = open_source("parquet", path="some/release-2.5", columns=COLUMNS, split="train")
+    assert rows[0].source == "release-2.5"
 
 
 def test_float32_numbers_are_as_they_were_written(tmp_path, write_parquet):
