@@ -21,7 +21,7 @@ def source(name: str = "", **options) -> ConfigDict:
     # virl39k, vision_r1_cold, gsm8k, math. "mixture": the sources in `parts`.
     section.source = name
     section.path = ""  # file, folder or hub id; empty for drawn sources and mixtures
-    section.split = ""  # split of a release: train, val, test
+    section.split = ""  # split of a release: train, val, test; of files also "all"
     section.subset = ""  # part of a release, see its reader; chartqa: human, augmented
     section.images = ""  # folder of relative image paths; empty: the release's folder
     # False: rows with an image path outside that folder are dropped, so that untrusted data cannot

@@ -24,7 +24,9 @@ from care_jax.batch import Example, Unusable, answer_text
 from care_jax.data.choices import LETTERS, check_answer, choices_of
 from care_jax.data.texts import LONE_SURROGATE, SURROGATE, answer_of, asked, shown, text_of
 from care_jax.prompts.images import AnyImage, open_image
+from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation
+from care_jax.rewards.verifier import parse_text
 from models.release import folder as release_folder
 
 MAX_CHARS = 16_384  # of a question with its choices, and of an answer
@@ -36,6 +38,9 @@ NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
 NO_TEXT_LEFT = "answer has no text inside its LaTeX or Markdown marks"
 NO_RESPONSE = "no response to imitate"
 NO_ANSWER_TAGS = "response without the <answer> tags that data.instruction asks for"
+NO_THINK_TAGS = "response not of the rationale's span and the answer's alone"
+OTHER_TAG = "response in another tag than data.think_tag; change it, or prepare the data with it"
+OTHER_ANSWER = "response with another answer than the row's `answer`"
 CONTEXT_ALONE = "context without a response; a passage to read belongs in the question"
 OUTSIDE = "image path outside the images folder, which needs images_outside"
 AnyFolder = pathlib.Path | zipfile.Path
@@ -76,34 +81,62 @@ def with_text_answers(source: Sequence[Example]) -> Rows:
     The built-in verifier compares text; other answers need a reward function.
     """
 
-    def problem(example: Example) -> str:
+    def check(example: Example) -> None:
         if not isinstance(example.answer, str):
-            return NOT_TEXT
-        return "" if notation.clean(example.answer) else NO_TEXT_LEFT
+            raise Unusable(NOT_TEXT)
+        if not notation.clean(example.answer):
+            raise Unusable(NO_TEXT_LEFT)
 
-    return _without(source, problem)
+    return _checked_by(source, check)
 
 
-def with_responses(source: Sequence[Example], *, tagged: bool = False) -> Rows:
-    """The source; examples without a response are `Unusable`: they would teach empty ones.
+def with_responses(
+    source: Sequence[Example],
+    *,
+    instruction: str = "",
+    think_tag: str = "think",
+    are_right: bool = False,
+) -> Rows:
+    """The source; examples are `Unusable` whose response is absent or not to be imitated.
 
-    With `tagged`, so are those whose response has no answer span.
+    Args:
+        instruction: `data.instruction`; responses must have the spans whose tags are in it.
+        think_tag: name of the rationale's tag; a response must not begin with another one.
+        are_right: the answer of a response must not differ from the gold one by text rules.
     """
+    asked_for = instruction.replace("{tag}", think_tag)
+    needs_think, needs_answer = (f"<{tag}>" in asked_for for tag in (think_tag, "answer"))
 
-    def problem(example: Example) -> str:
+    def check(example: Example) -> None:
         if not example.response:
-            return NO_RESPONSE
-        is_tagged = re.search("<answer>.*</answer>", example.context + example.response, re.DOTALL)
-        return NO_ANSWER_TAGS if tagged and not is_tagged else ""
+            raise Unusable(NO_RESPONSE)
+        text = example.context + example.response
+        tag = re.match(r"\s*<(\w+)>", text)
+        if tag and tag.group(1) != think_tag:
+            raise Unusable(OTHER_TAG, f"<{tag.group(1)}>, expected <{think_tag}>")
+        found = parse_text(text, think_tag=think_tag)
+        if needs_answer and not found.has_answer:
+            raise Unusable(NO_ANSWER_TAGS)
+        if needs_answer and needs_think and not found.fmt:
+            raise Unusable(NO_THINK_TAGS, shown(text))
+        if are_right and found.has_answer and isinstance(example.answer, str):
+            outcome = answers.compare(
+                found.answer,
+                example.answer,
+                choices=example.choices,
+                tolerance=example.tolerance,
+                units_matter=example.units == "matter",
+            )
+            if isinstance(outcome, str) and outcome.startswith("different"):
+                raise Unusable(OTHER_ANSWER, f"{shown(found.answer)} and {shown(example.answer)}")
 
-    return _without(source, problem)
+    return _checked_by(source, check)
 
 
-def _without(source: Sequence[Example], problem: Callable[[Example], str]) -> Rows:
+def _checked_by(source: Sequence[Example], check: Callable[[Example], None]) -> Rows:
     def read(index: int) -> Example:
         example = source[index]
-        if reason := problem(example):
-            raise Unusable(reason)
+        check(example)
         return example
 
     return Rows(len(source), read)

@@ -62,10 +62,10 @@ def asked(question: Any) -> Any:
 
     Any other question is returned unchanged.
     """
-    if not isinstance(question, list):
+    is_chat = isinstance(question, list) and all(isinstance(turn, dict) for turn in question)
+    if not is_chat:
         return question
-    turns = [turn for turn in question if isinstance(turn, dict)]
-    turns = [turn for turn in turns if turn.get("role", turn.get("from")) in _USERS]
+    turns = [turn for turn in question if turn.get("role", turn.get("from")) in _USERS]
     if not turns:
         raise Unusable("messages without one of the user", shown(question))
     content = turns[-1].get("content", turns[-1].get("value"))

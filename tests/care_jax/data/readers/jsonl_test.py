@@ -16,7 +16,10 @@ from care_jax.data.rows import (
     NO_ANSWER_TAGS,
     NO_RESPONSE,
     NO_TEXT_LEFT,
+    NO_THINK_TAGS,
     NOT_TEXT,
+    OTHER_ANSWER,
+    OTHER_TAG,
     OUTSIDE,
     checked,
     with_responses,
@@ -25,7 +28,9 @@ from care_jax.data.rows import (
 from care_jax.data.sources import open_source
 from care_jax.data.texts import TAGS_IN_ANSWER
 
-tagged_responses = functools.partial(with_responses, tagged=True)
+tagged_responses = functools.partial(
+    with_responses, instruction="<{tag}> and <answer>", are_right=True
+)
 GOOD = {"id": "a", "question": "How many?", "answer": "3", "image": "ok.png"}
 
 
@@ -51,6 +56,7 @@ def write(tmp_path):
     return write
 
 
+THREE = "<think>x</think><answer>3</answer>"
 TEXT = {"question": "How many?", "answer": "3"}
 NAN = float("nan")
 INTEGER = "an integer answer to choices may count from 0 or 1"
@@ -239,14 +245,22 @@ def test_unknown_fields_and_answers_that_are_no_texts_are_kept(write):
         (with_responses, {"response": " \n\u200b"}, NO_RESPONSE),
         (tagged_responses, {"response": "<think>x</think> 3"}, NO_ANSWER_TAGS),
         (tagged_responses, {"response": "<think>x</think><answer>3"}, NO_ANSWER_TAGS),
+        (tagged_responses, {"response": "Three. <answer>3</answer>"}, NO_THINK_TAGS),
+        (tagged_responses, {"response": f"{THREE} It is."}, NO_THINK_TAGS),
+        (tagged_responses, {"response": THREE.replace("think", "plan")}, OTHER_TAG),
+        (tagged_responses, {"response": "<answer>3</answer>"}, OTHER_TAG),
+        (with_responses, {"response": THREE.replace("think", "plan")}, OTHER_TAG),
+        (tagged_responses, {"answer": "4"}, OTHER_ANSWER),
+        (tagged_responses, {"answer": "B", "options": ["3", "4"]}, OTHER_ANSWER),
     ],
 )
 def test_rows_that_a_stage_cannot_use_are_left_out(write, only, change, reason):
     """An empty gold answer would equal any empty answer; an empty response teaches to stop."""
-    good = GOOD | {"response": "<think>x</think><answer>3</answer>"}
-    rows = only(jsonl.open_rows(str(write(good, good | change | {"id": "b"}))))
-    examples, skipped = checked(rows, "rows")
-    assert [example.id for example in examples] == ["a"] and skipped == {reason: 1}
+    good = GOOD | {"response": THREE}
+    other = {"id": "c", "answer": "A", "options": ["3.0", "4"]}
+    path = write(good, good | change | {"id": "b"}, good | other)
+    examples, skipped = checked(only(jsonl.open_rows(str(path))), "rows")
+    assert [example.id for example in examples] == ["a", "c"] and skipped == {reason: 1}
 
 
 @pytest.mark.parametrize("images", [{}, {"image": ""}, {"images": []}])
