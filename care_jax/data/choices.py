@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import string
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +12,8 @@ from care_jax.batch import Unusable
 from care_jax.data.texts import number_text, shown
 from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation, options
+from care_jax.rewards.equivalence.options import LETTERS
 
-LETTERS = string.ascii_uppercase
 _NOT_CHOICES = "choices are not a list of texts and numbers"
 _INTEGER = "an integer answer to choices may count from 0 or 1; write a letter or a choice's text"
 _MAX_CHARS = 16_384  # of a list written as text

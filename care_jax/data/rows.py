@@ -21,11 +21,11 @@ from absl import logging
 from PIL import Image
 
 from care_jax.batch import Example, Unusable, answer_text
-from care_jax.data.choices import LETTERS, check_answer, choices_of
+from care_jax.data.choices import check_answer, choices_of
 from care_jax.data.texts import LONE_SURROGATE, SURROGATE, answer_of, asked, shown, text_of
 from care_jax.prompts.images import AnyImage, open_image
 from care_jax.rewards import answers
-from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence import notation, options
 from care_jax.rewards.verifier import parse_text
 from models.release import folder as release_folder
 
@@ -251,7 +251,7 @@ def make_example(
         raise Unusable(CONTEXT_ALONE)
     if given:
         given, target = context.lstrip(), response.rstrip()  # with the space between them
-    lines = [f"({letter}) {text}" for letter, text in zip(LETTERS, choices, strict=False)]
+    lines = [f"({letter}) {text}" for letter, text in zip(options.LETTERS, choices, strict=False)]
     question, images, is_repaired = _placed("\n".join([question, *lines]), list(images))
     is_long = max(len(question), len(gold)) > MAX_CHARS
     if is_long or max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
