@@ -21,7 +21,7 @@ def source(name: str = "", **options) -> ConfigDict:
     # virl39k, vision_r1_cold, gsm8k, math. "mixture": the sources in `parts`.
     section.source = name
     section.path = ""  # file, folder or hub id; empty for drawn sources and mixtures
-    section.split = ""  # split of a release: train, val, test
+    section.split = ""  # split of a release: train, val, test; of files also "all"
     section.subset = ""  # part of a release, see its reader; chartqa: human, augmented
     section.images = ""  # folder of relative image paths; empty: the release's folder
     # False: rows with an image path outside that folder are dropped, so that untrusted data cannot
@@ -33,9 +33,10 @@ def source(name: str = "", **options) -> ConfigDict:
     section.tolerance = 0.0  # relative error allowed between numbers; the ChartQA benchmark: 0.05
     section.min_pixels = 0  # minimum height x width of an image; 0: data.min_pixels
     section.max_pixels = 0  # maximum; 0: data.max_pixels
-    # Column names of the parquet source; empty: no such column.
+    # Names of columns of parquet (empty: no such column; context and units are found by these
+    # names) and of fields of jsonl (empty: of these names); "none": none, though there is one.
     columns = ("id", "question", "answer", "images", "choices", "rationale", "response")
-    section.columns = ConfigDict(dict.fromkeys(columns, ""))
+    section.columns = ConfigDict(dict.fromkeys((*columns, "context", "units"), ""))
     section.parts = ()  # the sources of a mixture
     section.lock()
     section.update(options)

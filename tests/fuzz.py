@@ -18,6 +18,7 @@ import dataclasses
 import faulthandler
 import functools
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -45,7 +46,7 @@ from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
 from care_jax.config.checks import check_config, fill_in
 from care_jax.config.keys import leaves
 from care_jax.data.prompts import open_tokenizer
-from care_jax.data.readers import jsonl, parquet, shards
+from care_jax.data.readers import fields, jsonl, parquet, shards
 from care_jax.data.rows import with_text_answers
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import PromptBuilder, backbone_config
@@ -258,7 +259,7 @@ def read_config(changes: dict[str, Any], folder: pathlib.Path) -> Counter[str]:
 # Rows of data
 
 GOOD = {"id": "good", "question": "<image>How many?", "answer": "3", "image": "a.png"}
-FIELDS = (*jsonl.FIELDS, "size")
+FIELDS = (*itertools.chain(*fields.FIELDS.values()), "size")
 
 
 @functools.cache
@@ -400,7 +401,7 @@ def read_parquet(
     (folder / "a.png").write_bytes(_picture())
     path = folder / "rows.parquet"
     path.write_bytes(_written(columns) if bad is None else bad)
-    named = dict.fromkeys(parquet.COLUMNS, "") | {name: name for name in _COLUMNS[:3]}
+    named = dict.fromkeys(fields.FIELDS, "") | {name: name for name in _COLUMNS[:3]}
     sources = []
     outcome = outcome_of(
         lambda: sources.append(parquet.open_rows(str(path), split="", columns=named)),

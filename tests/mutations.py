@@ -271,7 +271,7 @@ MUTATIONS = (
          "m and M are one variable"),
     ),
     *_of(
-        "care_jax/data/readers/jsonl.py", "care_jax/data/readers/jsonl_test.py",
+        "care_jax/data/readers/fields.py", "care_jax/data/readers/jsonl_test.py",
         ("value.lower().endswith", "value.endswith",
          "an image in another field is not noticed if its suffix has capitals"),
     ),

@@ -30,6 +30,7 @@ from care_jax.config.keys import check_keys
 from care_jax.data.pipeline import TOO_LONG
 from care_jax.data.prompts import open_prompts
 from care_jax.data.readers import shards
+from care_jax.data.rows import LeftOut
 from care_jax.data.sources import check_section, open_section
 from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.console import print_line
@@ -82,6 +83,7 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     inspect = _make_inspect(config)
     index = DuplicateIndex(data.prepare.near_bits)
     manifest = {"config": expected, "num_examples": 0, "sources": {}, "benchmarks": {}}
+    dropped: dict[str, LeftOut] = {}
     with lock.new_folder(out) as partial:
         with (
             ThreadPoolExecutor(data.num_workers, "prepare") as workers,
@@ -95,14 +97,15 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
                 rows = _in_order(examples, inspect, workers, ahead)
                 shard_bytes = data.prepare.shard_megabytes * 2**20
                 writer = shards.ShardWriter(partial, name, shard_bytes=shard_bytes)
-                report = _clean(name, rows, index, writer, left_out)
+                dropped[name] = LeftOut()
+                report = _clean(name, rows, index, writer, left_out, dropped[name])
                 manifest["sources"][name] = report
                 manifest["num_examples"] += report["kept"]
                 for benchmark, count in report.pop("in_benchmarks").items():
                     manifest["benchmarks"][benchmark]["removed"][name] = count
         if not manifest["num_examples"]:
-            reasons = {name: report["left_out"] for name, report in manifest["sources"].items()}
-            raise ValueError(f"no example is left: {reasons}; check the sources' paths")
+            found = "; ".join(f"{name}: {told}" for name, told in dropped.items())
+            raise ValueError(f"no example is left of {found}; check the sources' paths")
         manifest["left_out_sha256"] = shards.sha256(partial / LEFT_OUT)
         shards.write_manifest(partial, manifest)
     return shards.read_manifest(out)
@@ -157,22 +160,25 @@ def _clean(
     index: DuplicateIndex,
     writer: shards.ShardWriter,
     left_out: TextIO,
+    dropped: LeftOut,
 ) -> dict[str, Any]:
     """Writes the rows of a source that are kept, and counts the dropped ones by reason."""
-    reasons, repaired, in_benchmarks = Counter(), Counter(), Counter()
+    repaired, in_benchmarks = Counter(), Counter()
     num_kept = 0
     for row, example, content in rows:
-        benchmark = ""
+        benchmark, problem = "", None
         if isinstance(content, Unusable):
-            reason = str(content)
+            problem = content
         else:
             reason, benchmark = index.in_benchmark(content)
-            reason = reason or index.duplicate(content)
-        if reason:
-            reasons[reason] += 1
+            if reason := reason or index.duplicate(content):
+                problem = Unusable(reason)
+        if problem:
+            dropped.add(problem, row)
             in_benchmarks.update([benchmark] if benchmark else [])
             id = example.id if example else ""
-            line = {"source": name, "row": row, "id": id, "reason": reason}
+            line = {"source": name, "row": row, "id": id, "reason": str(problem)}
+            line |= {"detail": problem.detail} if problem.detail else {}
             left_out.write(json.dumps(line, ensure_ascii=False) + "\n")
             continue
         assert example is not None and not isinstance(content, Unusable)  # else there is a reason
@@ -182,9 +188,9 @@ def _clean(
         repaired.update([example.repair] if example.repair else [])
     writer.close()
     return {
-        "rows": num_kept + reasons.total(),
+        "rows": num_kept + dropped.counts.total(),
         "kept": num_kept,
-        "left_out": dict(sorted(reasons.items())),
+        "left_out": dict(sorted(dropped.counts.items())),
         "repaired": dict(sorted(repaired.items())),
         "in_benchmarks": dict(in_benchmarks),
         "shards": writer.shards,
@@ -217,11 +223,11 @@ def _make_inspect(config: ConfigDict) -> Callable[[Example], Content]:
         content = content_of(example)
         num_tokens, num_patches = prompts.measure(example)
         if prompts.bucket_of(num_tokens, num_patches) is None:
-            raise Unusable(TOO_LONG)
+            raise Unusable(TOO_LONG, f"{num_tokens} tokens and {num_patches} patches")
         if example.response:
             num_tokens += len(prompts.response_tokens(example.context + example.response))
             if num_tokens > config.sft.row_tokens:
-                raise Unusable(RESPONSE_TOO_LONG)
+                raise Unusable(RESPONSE_TOO_LONG, f"{num_tokens} tokens with its prompt")
         return content
 
     return inspect

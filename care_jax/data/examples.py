@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from ml_collections import ConfigDict
@@ -34,10 +33,18 @@ def open_examples(config: ConfigDict, stage: str, has_reward: bool = False) -> S
                 f"{part.path!r}; change its path, split or num_examples"
             )
     if stage == "sft":
-        tagged = "<answer>" in config.data.instruction
-        sources = [with_responses(source, tagged=tagged) for source in sources]
-        for part, source in zip(parts, sources, strict=True):
-            _check_responses(part.source, source, config.data.think_tag)
+        sources = [
+            with_responses(
+                source,
+                instruction=config.data.instruction,
+                think_tag=config.data.think_tag,
+                are_right=not has_reward and not is_drawn(part.source),  # data.teacher_error
+            )
+            for part, source in zip(parts, sources, strict=True)
+        ]
+        for key, part, source in zip(keys, parts, sources, strict=True):
+            with named(key):
+                _check_responses(part.source, source)
     elif not has_reward and not is_drawn(section.source):
         sources = [with_text_answers(source) for source in sources]
     if stage == "rl":
@@ -71,20 +78,14 @@ def _open_part(key: str, config: ConfigDict, part: ConfigDict, stage: str) -> Se
     return open_section(key, part, settings)
 
 
-def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -> None:
-    """Rejects a source without responses, or with responses in another tag than the prompts'."""
+def _check_responses(source: str, examples: Sequence[Example]) -> None:
+    """Rejects a source without responses to imitate among its first rows."""
     try:
-        example = first_usable(examples)
+        first_usable(examples)
     except ValueError as error:
         if NO_RESPONSE not in str(error):
             raise
         raise ValueError(
-            f"data.sft source {source!r} has no responses to imitate ({error}); give rows a "
-            '`response`, or leave "sft" out of stages'
+            f"source {source!r} has no responses to imitate ({error}); give rows a `response`, or "
+            'leave "sft" out of stages'
         ) from error
-    tag = re.match(r"\s*<(\w+)>", example.context + example.response)
-    if tag and tag.group(1) != think_tag:
-        raise ValueError(
-            f"data.sft has responses in <{tag.group(1)}>, but data.think_tag is {think_tag!r}; "
-            "change it, or prepare the data again with it"
-        )

@@ -9,12 +9,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import math
 import os
 import pathlib
 import re
-import string
-import unicodedata
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +21,12 @@ from absl import logging
 from PIL import Image
 
 from care_jax.batch import Example, Unusable, answer_text
+from care_jax.data.choices import check_answer, choices_of
+from care_jax.data.texts import LONE_SURROGATE, SURROGATE, answer_of, asked, shown, text_of
 from care_jax.prompts.images import AnyImage, open_image
 from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation, options
-from care_jax.rewards.symbolic import is_equal
+from care_jax.rewards.verifier import parse_text
 from models.release import folder as release_folder
 
 MAX_CHARS = 16_384  # of a question with its choices, and of an answer
@@ -39,13 +38,16 @@ NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
 NO_TEXT_LEFT = "answer has no text inside its LaTeX or Markdown marks"
 NO_RESPONSE = "no response to imitate"
 NO_ANSWER_TAGS = "response without the <answer> tags that data.instruction asks for"
+NO_THINK_TAGS = "response not of the rationale's span and the answer's alone"
+OTHER_TAG = "response in another tag than data.think_tag; change it, or prepare the data with it"
+OTHER_ANSWER = "response with another answer than the row's `answer`"
+CONTEXT_ALONE = "context without a response; a passage to read belongs in the question"
 OUTSIDE = "image path outside the images folder, which needs images_outside"
-LONE_SURROGATE = "a lone surrogate in the text, which UTF-8 cannot encode"
 AnyFolder = pathlib.Path | zipfile.Path
-_LETTERS = string.ascii_uppercase
-_PLACEHOLDER = re.compile(r"<image ?(\d*)>")
+_PLACEHOLDER = re.compile(r"<image[ _-]?(\d*)/?>", re.IGNORECASE)
+_LIKE_A_PLACEHOLDER = re.compile(r"</?ima?g[^<>]*>", re.IGNORECASE)
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
-SURROGATE = re.compile("[\ud800-\udfff]")
+_BASE64 = ("iVBOR", "/9j/", "R0lG", "UklG")  # PNG, JPEG, GIF, WebP
 _MAX_PATH = 4_096  # characters
 _MAX_DIGITS = 4  # of a placeholder's number
 _MAX_TRIES = 64  # a source is rejected if this many first rows are unusable
@@ -79,34 +81,62 @@ def with_text_answers(source: Sequence[Example]) -> Rows:
     The built-in verifier compares text; other answers need a reward function.
     """
 
-    def problem(example: Example) -> str:
+    def check(example: Example) -> None:
         if not isinstance(example.answer, str):
-            return NOT_TEXT
-        return "" if notation.clean(example.answer) else NO_TEXT_LEFT
+            raise Unusable(NOT_TEXT)
+        if not notation.clean(example.answer):
+            raise Unusable(NO_TEXT_LEFT)
 
-    return _without(source, problem)
+    return _checked_by(source, check)
 
 
-def with_responses(source: Sequence[Example], *, tagged: bool = False) -> Rows:
-    """The source; examples without a response are `Unusable`: they would teach empty ones.
+def with_responses(
+    source: Sequence[Example],
+    *,
+    instruction: str = "",
+    think_tag: str = "think",
+    are_right: bool = False,
+) -> Rows:
+    """The source; examples are `Unusable` whose response is absent or not to be imitated.
 
-    With `tagged`, so are those whose response has no answer span.
+    Args:
+        instruction: `data.instruction`; responses must have the spans whose tags are in it.
+        think_tag: name of the rationale's tag; a response must not begin with another one.
+        are_right: the answer of a response must not differ from the gold one by text rules.
     """
+    asked_for = instruction.replace("{tag}", think_tag)
+    needs_think, needs_answer = (f"<{tag}>" in asked_for for tag in (think_tag, "answer"))
 
-    def problem(example: Example) -> str:
+    def check(example: Example) -> None:
         if not example.response:
-            return NO_RESPONSE
-        is_tagged = re.search("<answer>.*</answer>", example.context + example.response, re.DOTALL)
-        return NO_ANSWER_TAGS if tagged and not is_tagged else ""
+            raise Unusable(NO_RESPONSE)
+        text = example.context + example.response
+        tag = re.match(r"\s*<(\w+)>", text)
+        if tag and tag.group(1) != think_tag:
+            raise Unusable(OTHER_TAG, f"<{tag.group(1)}>, expected <{think_tag}>")
+        found = parse_text(text, think_tag=think_tag)
+        if needs_answer and not found.has_answer:
+            raise Unusable(NO_ANSWER_TAGS)
+        if needs_answer and needs_think and not found.fmt:
+            raise Unusable(NO_THINK_TAGS, shown(text))
+        if are_right and found.has_answer and isinstance(example.answer, str):
+            outcome = answers.compare(
+                found.answer,
+                example.answer,
+                choices=example.choices,
+                tolerance=example.tolerance,
+                units_matter=example.units == "matter",
+            )
+            if isinstance(outcome, str) and outcome.startswith("different"):
+                raise Unusable(OTHER_ANSWER, f"{shown(found.answer)} and {shown(example.answer)}")
 
-    return _without(source, problem)
+    return _checked_by(source, check)
 
 
-def _without(source: Sequence[Example], problem: Callable[[Example], str]) -> Rows:
+def _checked_by(source: Sequence[Example], check: Callable[[Example], None]) -> Rows:
     def read(index: int) -> Example:
         example = source[index]
-        if reason := problem(example):
-            raise Unusable(reason)
+        check(example)
         return example
 
     return Rows(len(source), read)
@@ -196,41 +226,37 @@ def make_example(
 
     Args:
         id: text or number; if None or "", `position`, the row's position in its source.
-        question: text, with or without placeholders.
+        question: text, with or without placeholders; or the messages of a chat.
         answer: text or number; with choices a letter, or the text of one of them; for a reward
             function also a list or a dict in JSON types.
-        choices: a list of texts or numbers, or None.
-        rationale, response, context: texts, or None.
+        choices: see `choices_of`.
+        rationale, response: texts, or None.
+        context: text before the response, which it needs, or None.
         units: "matter", "" or None.
         extra: the other columns of the row, in JSON types.
         needs_image: rejects rows without an image.
         needs_placeholder: records adding missing placeholders as a repair.
     """
-    question = _text(question, "question")
+    question = text_of(asked(question), "question")
     if not question:
         raise Unusable("no question")
-    if not isinstance(answer, list | dict):
-        answer = _text(answer, "answer", is_number_allowed=True)
-    elif not _is_finite(answer):
-        raise Unusable("a number in the answer is not finite")
-    if answer == "":
-        raise Unusable("no answer")
+    gold = answer_text(named := answer_of(answer))
     if needs_image and not images:
         raise Unusable("no image")
-    choices = _choices(choices)
-    gold = answer_text(answer)
-    if choices and not _names_a_choice(gold, choices):
-        raise Unusable("answer not among the choices", _shown(gold))
-    rationale = _text(rationale, "rationale")
-    given, target = _text(context, "context"), _text(response, "response")
-    if given and target:
+    if choices := choices_of(choices):
+        check_answer(answer, gold, choices)
+    rationale = text_of(rationale, "rationale")
+    given, target = text_of(context, "context"), text_of(response, "response")
+    if given and not target:
+        raise Unusable(CONTEXT_ALONE)
+    if given:
         given, target = context.lstrip(), response.rstrip()  # with the space between them
-    lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, choices, strict=False)]
+    lines = [f"({letter}) {text}" for letter, text in zip(options.LETTERS, choices, strict=False)]
     question, images, is_repaired = _placed("\n".join([question, *lines]), list(images))
     is_long = max(len(question), len(gold)) > MAX_CHARS
     if is_long or max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
         raise Unusable("text too long")
-    id = _text(position if id is None or id == "" else id, "id", is_number_allowed=True)
+    id = text_of(position if id is None or id == "" else id, "id", is_number_allowed=True)
     if len(id) > MAX_ID_CHARS:
         raise Unusable(f"id of more than {MAX_ID_CHARS} characters")
     texts = (question, gold, rationale, given, target)
@@ -238,15 +264,15 @@ def make_example(
         raise Unusable("a special token in the text")
     if any(map(SURROGATE.search, (*texts, id))):
         raise Unusable(LONE_SURROGATE)
-    units = _text(units, "units")
+    units = text_of(units, "units")
     if units not in ("", "matter"):
-        raise Unusable('units is neither empty nor "matter"')
+        raise Unusable('units is neither empty nor "matter"', shown(units))
     return Example(
         id=id,
         source=source,
         images=tuple(images),
         question=question,
-        answer=answer,
+        answer=named,
         choices=choices,
         rationale=rationale,
         response=target,
@@ -264,17 +290,17 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
     are relative to the folder, which may be inside an archive. `images_outside` allows paths that
     lead out of it.
     """
-    leaves = list(itertools.islice(_leaves(cell), MAX_IMAGES + 1))
-    if len(leaves) > MAX_IMAGES:
+    found = list(itertools.islice(leaves(cell), MAX_IMAGES + 1))
+    if len(found) > MAX_IMAGES:
         raise Unusable(f"more than {MAX_IMAGES} images")
-    return [_image(leaf, folder, images_outside) for leaf in leaves]
+    return [_image(leaf, folder, images_outside) for leaf in found]
 
 
-def _leaves(cell: Any) -> Iterator[Any]:
+def leaves(cell: Any) -> Iterator[Any]:
     """The cell, or the elements of its lists, without empty ones."""
     if isinstance(cell, list | tuple):
         for each in cell:
-            yield from _leaves(each)
+            yield from leaves(each)
     elif not (cell is None or cell == "" or (isinstance(cell, dict) and not any(cell.values()))):
         yield cell
 
@@ -285,7 +311,7 @@ def _image(cell: Any, folder: AnyFolder, images_outside: bool) -> AnyImage:
         return _image_path(folder, image, images_outside)
     if isinstance(image, bytes | pathlib.Path | Image.Image):
         return image
-    raise Unusable("image is neither a path nor bytes", _shown(cell))
+    raise Unusable("image is neither a path nor bytes", shown(cell))
 
 
 def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
@@ -295,8 +321,12 @@ def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder
     """
     if name.startswith(("http://", "https://", "data:")):
         raise Unusable("image is a URL, which is not read; save it as a file", f"{name:.60}")
+    if name.startswith(_BASE64) and "." not in name:
+        raise Unusable("image in base64, which is not read; save it as a file", f"{name:.60}")
+    if name.startswith("[") and name.endswith("]"):
+        raise Unusable("images are a list written as text; write a list", shown(name))
     if len(name) > _MAX_PATH or "\0" in name or SURROGATE.search(name):
-        raise Unusable("image path that no file can have", _shown(name))
+        raise Unusable("image path that no file can have", shown(name))
     path = pathlib.PurePosixPath(name)
     is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))
     is_inside = is_inside and ".." not in path.parts
@@ -307,77 +337,16 @@ def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder
     return folder / name
 
 
-def _text(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
-    """A field without surrounding whitespace; "" if it is absent or has no visible character.
-
-    Some exports leave zero-width characters in an empty field.
-    """
-    if value is None:
-        return ""
-    if is_number_allowed and isinstance(value, int | float) and not isinstance(value, bool):
-        return _number_text(value, name)
-    if not isinstance(value, str):
-        raise Unusable(
-            f"{name} is {'neither text nor a number' if is_number_allowed else 'not text'}",
-            _shown(value),
-        )
-    is_visible = any(unicodedata.category(c)[0] in "LNPS" for c in value)
-    return value.strip() if is_visible or SURROGATE.search(value) else ""
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.60}"
-
-
-def _number_text(value: float, name: str) -> str:
-    if not _is_finite(value):
-        raise Unusable(f"{name} is not a finite number")
-    try:
-        return str(value)
-    except ValueError as error:  # Python converts integers of at most 4300 digits
-        raise Unusable("text too long") from error
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether no number in a value is NaN or infinite, which Python's JSON parser accepts."""
-    if isinstance(value, list | dict):
-        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _choices(value: Any) -> tuple[str, ...]:
-    value = value or []
-    is_list = isinstance(value, list | tuple)
-    if not is_list or not all(isinstance(choice, str | int | float) for choice in value):
-        raise Unusable("choices are not a list of texts and numbers", _shown(value))
-    if len(value) > len(_LETTERS):
-        raise Unusable("more than 26 choices")
-    texts = tuple(
-        choice.strip() if isinstance(choice, str) else _number_text(choice, "a choice")
-        for choice in value
-    )
-    labels = [options.label(text) for text in texts]
-    if "".join(letter for letter, _ in labels) != _LETTERS[: len(labels)]:
-        return texts
-    return tuple(rest for _, rest in labels)  # without their own letters
-
-
-def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:
-    """Whether an answer is a letter or letters, or equals a choice by text rules."""
-    named = notation.clean(answer), len(choices)
-    if options.choice_letter(*named) or options.choice_letters(*named):
-        return True
-    outcomes = (answers.compare(answer, choice) for choice in choices)
-    return any(isinstance(each, str) and is_equal(each) for each in outcomes)
-
-
 def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage], bool]:
     """(question with one `<image>` per image, images in that order, whether all were added)."""
+    for tag in _LIKE_A_PLACEHOLDER.findall(question):
+        if not _PLACEHOLDER.fullmatch(tag):
+            raise Unusable("a placeholder that is not read; write <image>", shown(tag))
     numbers = _PLACEHOLDER.findall(question)
     if not numbers:
         return "<image>" * len(images) + question, images, bool(images)
     if not any(numbers) and len(numbers) == len(images):
-        return question, images, False
+        return _PLACEHOLDER.sub("<image>", question), images, False
     if len(images) == 1 and all(numbers):
         head, _, tail = _PLACEHOLDER.split(question, maxsplit=1)
         return f"{head}<image>" + _PLACEHOLDER.sub(r"(picture \1)", tail), images, False

@@ -130,8 +130,8 @@ WRONG = {
     "no rows": ({"train": None}, "expected train as an iterable of rows, got None; pass a list"),
     "no list": ({"train": rows_of(1)[0]}, "mapping with question and answer as row 0 of train"),
     "other keys": (
-        {"train": [{"prompt": "?", "solution": "1"}]},
-        "1 x no question (first is row 1: it has prompt, solution; expected question and answer",
+        {"train": [{"problem": "?", "solution": "1"}]},
+        "1 x no question (first is row 1: it has problem, solution; expected question and answer",
     ),
     "a dict": ({"config": {"stages": ("rl",)}}, "ConfigDict, such as care_jax.configs.tiny.get_c"),
 }

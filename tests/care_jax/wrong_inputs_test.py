@@ -20,9 +20,9 @@ def with_row(**fields):
 # Content of rows.jsonl, the training data, and what must be said.
 CONTENTS = {
     "other keys": (
-        lines({"prompt": "?", "solution": "3"}),
+        lines({"problem": "?", "solution": "3"}),
         "data.train: none of the first 1 rows can be used: 1 x no question (first is row 1: it has "
-        "prompt, solution; expected question and answer",
+        "problem, solution; expected question and answer",
     ),
     "no answer": (lines({"question": "?", "label": 3}), "no answer (first is row 1: it has questi"),
     "an empty answer": (with_row(answer=None), "no answer (first is row 1: it has question, answ"),
@@ -96,7 +96,7 @@ FLAGS = {
             *(f"{DATA}.sft.source=jsonl", f"{DATA}.sft.path=FOLDER/rows.jsonl"),
             *(f"{DATA}.sft.num_examples=0", "--config.stages=sft"),
         ],
-        "data.sft source 'jsonl' has no responses to imitate",
+        "data.sft: source 'jsonl' has no responses to imitate",
     ),
     "a misspelt source": ([f"{DATA}.train.source=JSON"], "mixture, got 'JSON'; write 'jsonl'"),
     "CSV as source": ([f"{DATA}.train.source=csv"], "got 'csv'; set config.data.train.source"),

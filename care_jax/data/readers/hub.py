@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pathlib
+import re
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +13,8 @@ from care_jax.devices import distributed
 from models.release import folder as release_folder
 
 SPLITS = ("train", "val", "test")
+ALL = "all"  # asks for every split
+_SPLIT_WORDS = (*SPLITS, "training", "valid", "validation", "dev", "eval", "testing", "testmini")
 SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model")  # a model's files besides its weights
 MODEL = (*SETTINGS, "*.safetensors")  # a repository may have the weights in other formats, too
 # By kind: the config key that gives the path, and an example of a hub id.
@@ -57,6 +60,35 @@ def check_split(name: str, split: str) -> None:
     """Rejects a split that no release of a source has."""
     if split not in SPLITS:
         raise ValueError(f"{name}'s split must be one of {', '.join(SPLITS)}, got {split!r}")
+
+
+def check_files(files: Sequence[pathlib.Path], root: pathlib.Path, split: str) -> None:
+    """Refuses files of several revisions below a folder, and of several splits if none is asked."""
+    paths = [file.relative_to(root) for file in files]
+    revisions = {
+        "/".join(path.parts[: path.parts.index("snapshots") + 2])
+        for path in paths
+        if "snapshots" in path.parts
+    }
+    splits = set() if split else set(map(_split_of, paths)) - {""}
+    for kind, found, advice in (
+        ("revision", revisions, "set the source's path to the folder of one"),
+        ("split", splits, f"set the source's split to one of them, or to {ALL!r}"),
+    ):
+        if len(found) > 1:
+            raise ValueError(
+                f"expected files of one {kind} in {str(root)!r}, got {', '.join(sorted(found))}; "
+                f"{advice}"
+            )
+
+
+def _split_of(path: pathlib.Path) -> str:
+    """The split that the name of a file or else of one of its folders has; "" for none."""
+    for name in (path.stem, *(folder.name for folder in path.parents)):
+        for word in re.findall("[a-z]+", name.lower()):
+            if word in _SPLIT_WORDS:
+                return word
+    return ""
 
 
 def image_folder(images: str, release: pathlib.Path) -> pathlib.Path:

@@ -16,19 +16,14 @@ from array import array
 from typing import Any
 
 from care_jax.batch import Unusable
-from care_jax.data.rows import LONE_SURROGATE, SURROGATE
+from care_jax.data.readers import formats
+from care_jax.data.texts import LONE_SURROGATE, SURROGATE
 
 # The tokens that delimit array elements. A whole string is one token, so brackets inside it do not
 # count. A lone quotation mark matches only where a string is never closed.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
 # A pair of escaped UTF-16 surrogates is one character; a lone one cannot be encoded as UTF-8.
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# First bytes of files of other formats, and what to do with them.
-_OTHER_FORMATS = {
-    b"\x1f\x8b": ("compressed with gzip", "decompress it with gunzip"),
-    b"PK\x03\x04": ("a zip archive", "unpack it and name a file in it"),
-    b"PAR1": ("a parquet file", "set the source to 'parquet' and name its columns"),
-}
 MAX_ROW_BYTES = 2**24  # parsed, a row takes up to 20 times as much
 _MAX_DEPTH = 64  # of lists and objects in a row; copying and writing them recurses
 
@@ -60,11 +55,11 @@ class JsonRows:
                 f"expected {str(self.path)!r} to be in UTF-8, got the byte order mark of UTF-16 or "
                 "UTF-32; convert it: iconv -f UTF-16 -t UTF-8"
             )
-        for mark, (kind, advice) in _OTHER_FORMATS.items():
-            if self._data[: len(mark)] == mark:
-                raise ValueError(
-                    f"expected a file of JSON rows, got {str(self.path)!r}, {kind}; {advice}"
-                )
+        kind, advice = formats.format_of(self._data[: formats.START])
+        if kind and not kind.endswith("JSON"):
+            raise ValueError(
+                f"expected a file of JSON rows, got {str(self.path)!r}, {kind}; {advice}"
+            )
         self._starts, self._stops, self.numbers = array("Q"), array("Q"), array("Q")
         find = self._find_elements if self.path.suffix == ".json" else self._find_lines
         find()
@@ -114,9 +109,19 @@ class JsonRows:
                 depth -= 1
         if depth or not len(self._data) or _without_mark(self._data[:64])[:1] != b"[":
             raise ValueError(
-                f"expected {str(self.path)!r} to be one complete JSON array; it may be truncated: "
-                "download it again, or name it .jsonl if it has one row per line"
+                f"expected {str(self.path)!r} to be one complete JSON array; {self._advice()}"
             )
+
+    def _advice(self) -> str:
+        """What to do with a `.json` file that is not one array."""
+        try:
+            keys = ", ".join(map(repr, parse_object(self._data[: MAX_ROW_BYTES + 1])))
+        except Unusable:
+            return (
+                "it may be truncated: download it again, or name it .jsonl if it has one row per "
+                "line"
+            )
+        return f"it is an object with {keys or 'no keys':.200}; write the rows alone, as an array"
 
 
 def parse_object(text: bytes) -> dict[str, Any]:

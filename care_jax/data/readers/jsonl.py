@@ -2,11 +2,14 @@
 
 One row per line, an object with
 
-    question    text, with placeholders `<image>`, or `<image1>`, `<image2>`, ... for the images
+    question    text, with placeholders `<image>`, or `<image1>`, `<image2>`, ... for the images; or
+                the messages of a chat (also `messages` or `prompt`), of which the last of the user
+                is asked
     answer      text or number; for a reward function (`verifier.reward`) also a list or an object
     image       one path, relative to the folder of images, by default that of the file; or
                 `images`, a list of paths; or neither
-    options     the choices of a multiple-choice question (also `choices`); may be empty or absent
+    options     the choices of a multiple-choice question (also `choices`): a list, also as text,
+                lines "A. ..." or an object {"A": ...}; may be empty or absent
     id          text or number; the line number if absent
     response    the target of the cold start, tags included; may be absent outside the cold start
     context     a beginning of the response that is not trained on, such as a wrong rationale and
@@ -14,8 +17,9 @@ One row per line, an object with
     rationale   the reasoning in the response; may be absent
     units       "matter" if an answer without its unit is wrong; may be absent
 
-All other fields are `Example.extra`, which a reward function can read. A row without images that
-has the name of an image file in one of them is unusable.
+All other fields are `Example.extra`, which a reward function can read. A row without images is
+unusable if one of them seems to have an image, by its name (image..., img..., picture...,
+file_name) or as the name of a file. `columns` names fields that are called otherwise.
 
 If the text has no placeholder, all images are put in front. Some releases (such as MATH-Vision)
 merge all pictures of a question into one image but keep numbered placeholders in the text. In a row
@@ -25,6 +29,7 @@ the others become "(picture 2)" and so on.
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -32,32 +37,38 @@ from typing import Any
 
 import numpy as np
 
-from care_jax.batch import Example, Unusable
+from care_jax.batch import Example
 from care_jax.data.readers import hub
+from care_jax.data.readers.fields import FIELDS, example_of, names_of
 from care_jax.data.readers.json_rows import JsonRows
-from care_jax.data.rows import Rows, images_of, make_example
-
-FIELDS = (
-    *("id", "question", "answer", "image", "images", "options", "choices"),
-    *("rationale", "response", "context", "units"),
-)
-_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+from care_jax.data.rows import Rows
 
 
-def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> Rows:
+def open_rows(
+    path: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    images: str = "",
+    images_outside: bool = False,
+) -> Rows:
     """The rows of a file; its images are found as in `hub.image_folder` and `rows.images_of`.
+
+    `columns` names fields that are called otherwise, see `fields.names_of`.
 
     Raises:
         ValueError: the file does not exist, or a `.json` file is not one complete array.
     """
     table = JsonRows(path)
-    folder = hub.image_folder(images, table.path)
+    read = functools.partial(
+        example_of,
+        names=names_of(columns),
+        source=table.path.stem,
+        folder=hub.image_folder(images, table.path),
+        images_outside=images_outside,
+        has_image_names=bool(columns and columns.get("images")),
+    )
 
-    def example(index: int) -> Example:
-        number = table.numbers[index]
-        return _example(table[index], number, table.path.stem, folder, images_outside)
-
-    return Rows(len(table), example)
+    return Rows(len(table), lambda index: read(table[index], position=table.numbers[index]))
 
 
 def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
@@ -88,7 +99,15 @@ def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
                 f"{type(row).__name__}; pass dicts or other mappings"
             )
         row = {field: _as_python(value) for field, value in row.items()}
-        return _example(row, index + 1, name, pathlib.Path(), images_outside=True)
+        return example_of(
+            row,
+            FIELDS,
+            position=index + 1,
+            source=name,
+            folder=pathlib.Path(),
+            images_outside=True,
+            has_image_names=False,
+        )
 
     return Rows(len(table), example)
 
@@ -104,41 +123,3 @@ def _as_python(value: Any) -> Any:
     elif isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _example(
-    row: Mapping[str, Any], number: int, source: str, folder: pathlib.Path, images_outside: bool
-) -> Example:
-    single, several = row.get("image"), row.get("images")
-    if single is not None and several is not None:
-        raise Unusable("both image and images")
-    for field in ("question", "answer"):
-        if row.get(field) is None:
-            raise Unusable(
-                f"no {field}",
-                f"it has {', '.join(map(str, row)) or 'no keys'}; expected question and answer, "
-                "and image, images or options if there are any",
-            )
-    extra = {name: value for name, value in row.items() if name not in FIELDS}
-    if single is None and several is None:
-        for name, value in extra.items():
-            if isinstance(value, str) and value.lower().endswith(_IMAGE_SUFFIXES):
-                raise Unusable(
-                    "an image in a field that is not read",
-                    f"{name!r} has {value!r:.99}; call the field image, or leave it out",
-                )
-    return make_example(
-        id=row.get("id"),
-        position=number,
-        source=source,
-        question=row.get("question"),
-        answer=row.get("answer"),
-        images=images_of(several if single is None else single, folder, images_outside),
-        choices=row.get("options") or row.get("choices"),
-        rationale=row.get("rationale"),
-        response=row.get("response"),
-        context=row.get("context"),
-        units=row.get("units"),
-        extra=extra,
-        needs_image=False,
-    )

@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from care_jax.batch import Example, Unusable
-from care_jax.data.readers import hub
-from care_jax.data.rows import Rows, images_of, locate, make_example
+from care_jax.data.readers import formats, hub
+from care_jax.data.readers.fields import FIELDS, example_of, names_of, value_at
+from care_jax.data.rows import Rows, locate
 
-COLUMNS = ("id", "question", "answer", "images", "choices", "rationale", "response")
+# Columns that are read without being named.
+_DEFAULTS = {part: (part,) if part in ("context", "units") else () for part in FIELDS}
 MAX_GROUP_BYTES = 2**31  # of the columns that are read of a row group, decoded
 MAX_CELL_BYTES = 2**28
 _DECODED_BYTES = 2**29  # at a time, if every row had all values of the group
@@ -167,63 +169,102 @@ def open_rows(
     Args:
         path: a file, a folder, or a hub id.
         split: selects files with that prefix (train-00000-of-00001.parquet) or in a folder of that
-            name; empty for all files.
-        columns: maps some of `COLUMNS` to a column of the files; question and answer are required.
-            Several image columns are separated by commas.
+            name; "all" for all files; empty if they are of one split.
+        columns: maps parts of `fields.FIELDS` to a column of the files, or to a field of its
+            structs; question and answer are required, context and units are found by their names.
+            Several image columns are separated by commas, and "none" is none.
         images, images_outside: see `hub.image_folder` and `rows.images_of`.
 
     Raises:
-        ValueError: the files or columns do not exist.
+        ValueError: the files or columns do not exist, or hold images while columns.images is empty.
     """
-    named = {name: column for name, column in (columns or {}).items() if column}
-    image_columns = list(filter(None, named.pop("images", "").split(",")))
     release = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
-    files, used = find_files(release, split), [*dict.fromkeys(named.values()), *image_columns]
-    for name in ("question", "answer"):
-        if name not in named:
-            found = ", ".join(_open(files[0]).schema_arrow.names)
+    files = find_files(release, split)
+    schema = _open(files[0]).schema_arrow
+    names = names_of(columns, _DEFAULTS)
+    for part in ("question", "answer"):
+        if not names[part]:
             raise ValueError(
-                f"columns.{name} must name a column of {files[0]} (it has {found}), got ''; set it"
+                f"columns.{part} must name a column of {files[0]} (it has "
+                f"{', '.join(schema.names)}), got ''; set it"
             )
-    others = [name for name in columns_without_bytes(files) if name not in used]
-    table = ParquetRows(files, [*used, *others])
-    folder = hub.image_folder(images, release)
+    has_image_names = bool(columns and columns.get("images"))
+    used = [
+        name
+        for part, own_names in names.items()
+        for name in own_names
+        if name in schema.names or own_names != _DEFAULTS[part]
+    ]
+    roots = [_column_of(schema, name, files[0]) for name in used]
+    without_bytes = columns_without_bytes(files)
+    with_bytes = [name for name in schema.names if name not in (*without_bytes, *roots)]
+    if with_bytes and not has_image_names:
+        raise ValueError(
+            f"columns.images must name the columns of images in {files[0]}, where "
+            f"{', '.join(with_bytes)} has bytes, got ''; set it, or set it to none to read no image"
+        )
+    table = ParquetRows(files, [*dict.fromkeys([*roots, *without_bytes])])
+    read = functools.partial(
+        example_of,
+        names=names,
+        source=release.stem if release.is_file() else pathlib.PurePath(path).name,
+        folder=hub.image_folder(images, release),
+        images_outside=images_outside,
+        has_image_names=has_image_names,
+    )
+    (answer,) = names["answer"]
 
     def example(index: int) -> Example:
-        row = table[index]
-        parts = {name: row[column] for name, column in named.items()}
-        answer = parts["answer"]
-        if isinstance(answer, list | dict):
-            is_text = len(answer) == 1 and isinstance(answer, list) and isinstance(answer[0], str)
-            parts["answer"] = answer[0] if is_text else _plain(answer)
-        return make_example(
-            **{"id": None, **parts},
-            position=index,
-            source=release.stem if release.is_file() else pathlib.PurePath(path).name,
-            images=images_of([row[column] for column in image_columns], folder, images_outside),
-            extra={name: _plain(row[name]) for name in others},
-            needs_image=False,
-        )
+        cells = table[index]
+        row = {name: value_at(cells, name) for name in used}
+        row |= {name: _plain(cells[name]) for name in without_bytes if name not in used}
+        if isinstance(gold := row[answer], list | dict):
+            is_one_text = isinstance(gold, list) and len(gold) == 1 and isinstance(gold[0], str)
+            row[answer] = gold[0] if is_one_text else _plain(gold)
+        return read(row, position=index)
 
     return Rows(len(table), example)
 
 
+def _column_of(schema: Any, name: str, path: pathlib.Path) -> str:
+    """The column of a name, which may lead into its structs; ValueError if there is none."""
+    import pyarrow.types as kinds
+
+    root, *inner = [name] if name in schema.names else name.split(".")
+    kind, found = None, list(schema.names)
+    for key in (root, *inner):
+        if key not in found:
+            raise ValueError(
+                f"expected columns {name} in {path}, got {', '.join(schema.names)}; change the "
+                "source's columns"
+            )
+        kind = (schema if kind is None else kind).field(key).type
+        found = [field.name for field in kind] if kinds.is_struct(kind) else []
+    return root
+
+
 def find_files(path: pathlib.Path, split: str) -> list[pathlib.Path]:
-    """The parquet files of a release and its split, at least one, sorted by path."""
+    """The parquet files of a release and its split, at least one, sorted by path.
+
+    Raises:
+        ValueError: there are none, or no split is given and the files are of several.
+    """
     if path.is_file():
         return [path]
     files = sorted(path.rglob("*.parquet"))
 
     def is_of_split(file: pathlib.Path) -> bool:
-        return not split or split in (re.split("[-.]", file.name)[0], file.parent.name)
+        return split in ("", hub.ALL, re.split("[-.]", file.name)[0], file.parent.name)
 
     found = list(filter(is_of_split, files))
     if not found:
         names = ", ".join(str(file.relative_to(path)) for file in files[:8])
+        other = "" if files else formats.told(path)
         raise ValueError(
-            f"expected parquet files of split {split!r} in {str(path)!r}, got {names or 'none'}; "
-            "change the source's path or split"
+            f"expected parquet files of split {split!r} in {str(path)!r}, got {names or 'none'}"
+            f"{other}; change the source's path or split"
         )
+    hub.check_files(found, path, split)
     return found
 
 
@@ -256,9 +297,8 @@ def _open(path: pathlib.Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a complete parquet file ({_first_line(error)}); download it again"
-        ) from error
+        advice = formats.told(path) or f" ({_first_line(error)}); download it again"
+        raise ValueError(f"{path} is not a complete parquet file{advice}") from error
 
 
 def _first_line(error: Exception) -> str:

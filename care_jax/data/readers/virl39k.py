@@ -37,7 +37,7 @@ def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> R
     if file.suffix in (".jsonl", ".json"):
         table = JsonRows(file)
     else:
-        table = ParquetRows(find_files(file, ""), ("question", "answer", "qid", "image"))
+        table = ParquetRows(find_files(file, hub.ALL), ("question", "answer", "qid", "image"))
     folder = _image_folder(hub.image_folder(images, release))
 
     def example(index: int) -> Example:

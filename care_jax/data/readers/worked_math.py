@@ -29,10 +29,10 @@ def open_gsm8k(path: str, *, split: str = "", think_tag: str = "think") -> Rows:
 
     Args:
         path: a file, a folder of the release, or its hub id.
-        split: "train" or "test"; empty for a file, or for all files of a folder.
+        split: "train", "test" or "all"; empty for a file, or for a folder of one split.
 
     Raises:
-        ValueError: there are no such files.
+        ValueError: there are no such files, or no split is given and there are several.
     """
     release = hub.find(path, ["main/*.parquet"])
     main = release / "main"
@@ -55,8 +55,10 @@ def _open(
     split: str,
     think_tag: str,
 ) -> Rows:
-    files = sorted(release.glob(f"{split or '*'}.jsonl")) if release.is_dir() else [release]
+    stem = "*" if split in ("", hub.ALL) else split
+    files = sorted(release.glob(f"{stem}.jsonl")) if release.is_dir() else [release]
     if files and files[0].suffix in (".jsonl", ".json"):
+        hub.check_files(files, release, split)
         tables = [JsonRows(file) for file in files]
     else:
         tables = [ParquetRows(find_files(release, split))]

@@ -141,6 +141,8 @@ def test_what_is_left_out_is_counted_by_reason_and_listed(config, tmp_path):
         "id": "train-1",
         "reason": "question of benchmark bench",
     }
+    cut = next(line for line in listed if "truncated" in line["reason"])
+    assert cut["detail"].endswith("cut.png")
     for report in (charts, mine):
         assert report["rows"] == report["kept"] + sum(report["left_out"].values())
     assert prepare.summary(manifest)[-1] == "5 examples in all"
@@ -264,7 +266,10 @@ def test_wrong_configuration_is_refused(config, tmp_path, changes, message):
 def test_sources_of_nothing_but_bad_rows_are_refused(config, tmp_path, write_json):
     (tmp_path / "mine.jsonl").write_text("{}")
     config.data.prepare.sources = config.data.prepare.sources[1:]
-    with pytest.raises(ValueError, match=r"no example is left: .*'no question': 1.*; check"):
+    message = (
+        r"no example is left of mine: 1 x no question \(first is row 1: it has no keys; .*; check"
+    )
+    with pytest.raises(ValueError, match=message):
         prepare.prepare(config, tmp_path / "out")
 
 

@@ -116,7 +116,7 @@ def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):
         _ = examples[0]
 
 
-OTHER_TAG = "responses in <think>, but data.think_tag is 'reasoning'"
+OTHER_TAG = r"data.sft.parts.1: .* 1 x response in another tag .*: <think>, expected <reasoning>"
 CONTINUED = {"context": "<think>x. Wait, ", "response": "y</think><answer>1</answer>"}
 REFUSED_ROWS = {
     "no row": ("rl", [], "data.train must have rows, got a source 'jsonl' without any"),

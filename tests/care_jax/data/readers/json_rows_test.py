@@ -76,7 +76,11 @@ REFUSED = {
     "UTF-16": ("[]".encode("utf-16"), "to be in UTF-8, got .*; convert it: iconv"),
     "UTF-32": ("[]".encode("utf-32"), "to be in UTF-8, got .*; convert it: iconv"),
     "empty": (b"", CUT),
-    "no array": (b"{}", CUT),
+    "an object": (b'{"data": [{}]}', "JSON array; it is an object with 'data'; write the rows"),
+    "rows in lines": (b'{"a": 1}\n{"a": 2}', CUT),
+    "Arrow": (b"ARROW1", "an Arrow file; write it with pyarrow"),
+    "a stream of Arrow": (b"\xff" * 4 + bytes(8), "an Arrow stream; write it with datasets"),
+    "tar": (b"a.json".ljust(257, b"\0") + b"ustar", "a tar archive; unpack it"),
     "no end": (b'[{"a": 1}, {"a"', CUT),
     "no quotation mark": (b'[{"a": "never closed}]', CUT),
 }

@@ -12,17 +12,25 @@ from PIL import Image
 from care_jax.batch import Unusable
 from care_jax.data.readers import jsonl
 from care_jax.data.rows import (
+    CONTEXT_ALONE,
     NO_ANSWER_TAGS,
     NO_RESPONSE,
     NO_TEXT_LEFT,
+    NO_THINK_TAGS,
     NOT_TEXT,
+    OTHER_ANSWER,
+    OTHER_TAG,
     OUTSIDE,
     checked,
     with_responses,
     with_text_answers,
 )
+from care_jax.data.sources import open_source
+from care_jax.data.texts import TAGS_IN_ANSWER
 
-tagged_responses = functools.partial(with_responses, tagged=True)
+tagged_responses = functools.partial(
+    with_responses, instruction="<{tag}> and <answer>", are_right=True
+)
 GOOD = {"id": "a", "question": "How many?", "answer": "3", "image": "ok.png"}
 
 
@@ -48,7 +56,12 @@ def write(tmp_path):
     return write
 
 
+THREE = "<think>x</think><answer>3</answer>"
+TEXT = {"question": "How many?", "answer": "3"}
 NAN = float("nan")
+INTEGER = "an integer answer to choices may count from 0 or 1"
+BASE64 = "image in base64, which is not read; save it as a file"
+USER = {"role": "user"}
 TWO = {"image": None, "images": ["ok.png", "two.jpg"]}
 DIFFER = "images and placeholders differ in number"
 
@@ -69,6 +82,27 @@ DIFFER = "images and placeholders differ in number"
         ({"options": [None]}, "choices are not a list of texts and numbers"),
         ({"options": ["x"] * 27}, "more than 26 choices"),
         ({"options": ["1", "2"]}, "answer not among the choices"),
+        ({"options": ["2", "3", "1"], "answer": 1}, INTEGER),
+        ({"options": [2, 3, 1], "answer": 3.0}, INTEGER),
+        ({"options": ["2", "3"], "answer": 0}, INTEGER),
+        ({"options": "A. 2\nC. 3"}, "choices are not a list of texts and numbers"),
+        ({"options": {"A": "2", "C": "3"}}, "choices are not a list of texts and numbers"),
+        ({"options": "['\\frac12', '3']"}, "choices are not a list of texts and numbers"),
+        ({"options": "[" * 9_000}, "choices are not a list of texts and numbers"),
+        ({"answer": "<answer></answer>"}, "no answer"),
+        ({"answer": "<answer>3</answer> or <answer>4</answer>"}, TAGS_IN_ANSWER),
+        ({"answer": "<answer>3"}, TAGS_IN_ANSWER),
+        ({"answer": "<think>3</think>"}, TAGS_IN_ANSWER),
+        ({"question": "<img1>?"}, "a placeholder that is not read; write <image>"),
+        ({"question": "<image>a</image>?"}, "a placeholder that is not read; write <image>"),
+        ({"question": "Which?", "options": ["<IMG src=a>", "3"]}, "a placeholder that is not"),
+        ({"question": [{"role": "system", "content": "?"}]}, "messages without one of the user"),
+        ({"question": [USER | {"content": [{"type": "video"}]}]}, "a part of a message is neither"),
+        ({"question": [USER | {"content": None}]}, "no question"),
+        ({"context": "Cats sleep."}, CONTEXT_ALONE),
+        ({"image": "iVBORw0KGgoAAAANS" + "A" * 5_000}, BASE64),
+        ({"image": "/9j/4AAQSkZJRg" + "Ab/" * 300}, BASE64),
+        ({"image": '["ok.png"]'}, "images are a list written as text; write a list"),
         ({"question": "?" * 20_000}, "text too long"),
         ({"response": "?" * 70_000}, "text too long"),
         ({"image": 5}, "image is neither a path nor bytes"),
@@ -81,7 +115,7 @@ DIFFER = "images and placeholders differ in number"
         ({"image": "a/../../ok.png"}, OUTSIDE),
         ({"image": "/etc/hostname"}, OUTSIDE),
         ({"question": "<|image_pad|>?"}, "a special token in the text"),
-        ({"context": "<think><|image_pad|>"}, "a special token in the text"),
+        ({"context": "<think><|image_pad|>", "response": "x"}, "a special token in the text"),
         ({"context": ["No."]}, "context is not text"),
         ({"units": "cm"}, 'units is neither empty nor "matter"'),
     ],
@@ -89,7 +123,55 @@ DIFFER = "images and placeholders differ in number"
 def test_bad_row_is_left_out_and_counted(write, change, reason):
     examples, skipped = load(write(GOOD, GOOD | change, GOOD | {"id": "b"}))
     assert [example.id for example in examples] == ["a", "b"]
-    assert skipped == {reason: 1}
+    assert [(each[: len(reason)], count) for each, count in skipped.items()] == [(reason, 1)]
+
+
+def test_what_was_found_is_told(write):
+    with pytest.raises(ValueError, match=r"units is neither .* \(first is row 1: 'cm'\)"):
+        load(write(GOOD | {"units": "cm"}))
+
+
+@pytest.mark.parametrize(
+    "answer", ["<think>It is 4.</think>\n<ANSWER> 3 </ANSWER>", "<answer>3</answer>", "3 "]
+)
+def test_an_answer_in_tags_is_what_they_hold(write, answer):
+    assert load(write(GOOD | {"answer": answer}))[0][0].answer == "3"
+
+
+PARTS = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+TURNS = [{"role": "system", "content": "Be brief."}, USER | {"content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "question"),
+    [
+        ([*TURNS, USER | {"content": "How many <image>?"}], "How many <image>?"),
+        ([*TURNS, USER | {"content": PARTS}, {"role": "assistant"}], "<image>How many?"),
+        ([{"from": "human", "value": "How many?"}], "<image>How many?"),
+    ],
+)
+def test_of_messages_the_last_of_the_user_is_the_question(write, messages, question):
+    assert load(write(GOOD | {"question": messages}))[0][0].question == question
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "['30', \"45\"]",
+        '["30", 45]',
+        {"B": "45", "A": "30", "C": None},
+        "A. 30\n\n B. 45 ",
+        ["A. 30", "(B) 45"],
+    ],
+)
+def test_choices_may_be_written_in_several_ways(write, options):
+    (example,), _ = load(write(GOOD | {"options": options, "answer": "B"}))
+    assert example.choices == ("30", "45") and example.question.endswith("(A) 30\n(B) 45")
+
+
+@pytest.mark.parametrize("mark", ["<image_1>", "<image-1>", "<IMAGE>", "<image/>", "<image 1/>"])
+def test_a_placeholder_may_be_spelled_in_several_ways(write, mark):
+    assert load(write(GOOD | {"question": f"In {mark}?"}))[0][0].question == "In <image>?"
 
 
 def test_row_becomes_an_example(write):
@@ -97,7 +179,7 @@ def test_row_becomes_an_example(write):
         "id": 7,
         "question": "Which?\n<image>",
         "options": ["one", "2"],
-        "answer": 2,
+        "answer": "2",
         "images": ["ok.png"],
         "rationale": "Count.",
         "units": "matter",
@@ -116,12 +198,6 @@ def test_row_becomes_an_example(write):
     assert example.rationale == "Count."
     assert example.units == "matter"
     assert example.extra == {}
-
-
-def test_options_with_their_own_letters_are_shown_once(write):
-    labelled = {"options": ["A. 30", "(B) 45"], "answer": "B"}
-    (_, example), _ = load(write(GOOD, GOOD | labelled | {"id": "b"}))
-    assert example.choices == ("30", "45") and example.question.endswith("(A) 30\n(B) 45")
 
 
 @pytest.mark.parametrize(
@@ -169,26 +245,83 @@ def test_unknown_fields_and_answers_that_are_no_texts_are_kept(write):
         (with_responses, {"response": " \n\u200b"}, NO_RESPONSE),
         (tagged_responses, {"response": "<think>x</think> 3"}, NO_ANSWER_TAGS),
         (tagged_responses, {"response": "<think>x</think><answer>3"}, NO_ANSWER_TAGS),
+        (tagged_responses, {"response": "Three. <answer>3</answer>"}, NO_THINK_TAGS),
+        (tagged_responses, {"response": f"{THREE} It is."}, NO_THINK_TAGS),
+        (tagged_responses, {"response": THREE.replace("think", "plan")}, OTHER_TAG),
+        (tagged_responses, {"response": "<answer>3</answer>"}, OTHER_TAG),
+        (with_responses, {"response": THREE.replace("think", "plan")}, OTHER_TAG),
+        (tagged_responses, {"answer": "4"}, OTHER_ANSWER),
+        (tagged_responses, {"answer": "B", "options": ["3", "4"]}, OTHER_ANSWER),
     ],
 )
 def test_rows_that_a_stage_cannot_use_are_left_out(write, only, change, reason):
     """An empty gold answer would equal any empty answer; an empty response teaches to stop."""
-    good = GOOD | {"response": "<think>x</think><answer>3</answer>"}
-    rows = only(jsonl.open_rows(str(write(good, good | change | {"id": "b"}))))
-    examples, skipped = checked(rows, "rows")
-    assert [example.id for example in examples] == ["a"] and skipped == {reason: 1}
+    good = GOOD | {"response": THREE}
+    other = {"id": "c", "answer": "A", "options": ["3.0", "4"]}
+    path = write(good, good | change | {"id": "b"}, good | other)
+    examples, skipped = checked(only(jsonl.open_rows(str(path))), "rows")
+    assert [example.id for example in examples] == ["a", "c"] and skipped == {reason: 1}
 
 
-@pytest.mark.parametrize("field", ["image_path", "img", "file_name"])
-def test_an_image_in_a_field_that_is_not_read_is_no_question_without_one(write, field):
-    named = {"question": "How many?", "answer": "3", field: "images/a.PNG"}
-    said = {"question": "How many?", "answer": "3", field: "a text"}
-    read = GOOD | {field: "ok.png"}
-    examples, skipped = load(write(named, said | {"id": "said"}, read | {"id": "read"}))
-    assert [example.id for example in examples] == ["said", "read"]
-    assert skipped == {"an image in a field that is not read": 1}
-    with pytest.raises(ValueError, match=f"'{field}' has 'images/a.PNG'; call the field image"):
-        load(write(named))
+@pytest.mark.parametrize("images", [{}, {"image": ""}, {"images": []}])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("image_path", "images/a"),
+        ("figure", "images/a.PNG"),
+        ("img_paths", ["a"]),
+        ("Picture", {"url": "https://a.org/b"}),
+        ("file_name", "a"),
+    ],
+)
+def test_an_image_in_a_field_that_is_not_read_is_no_question_without_one(
+    write, field, value, images
+):
+    row = TEXT | {field: value, **images}
+    message = re.escape(f"'{field}' has {value!r}; call the field image, or name it in columns.")
+    with pytest.raises(ValueError, match=message):
+        load(write(row))
+    none = jsonl.open_rows(str(write(row)), columns={"images": "none"})
+    assert none[0].images == () and none[0].extra[field] == value
+    assert len(load(write(GOOD | {field: "ok.png"}))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"source_url": "https://a.org/b.png"}, {"image_path": ""}, {"img": [None]}, {"image_id": 3}],
+)
+def test_a_field_without_an_image_is_no_reason(write, change):
+    assert load(write(TEXT | change))[0][0].images == ()
+
+
+@pytest.mark.parametrize("images", [[], "", None])
+def test_one_of_image_and_images_may_be_empty(write, images):
+    assert len(load(write(GOOD | {"images": images}))[0][0].images) == 1
+
+
+def test_fields_may_have_other_names(write):
+    path = write(
+        {
+            "problem": [USER | {"content": PARTS}],
+            "reward_model": {"ground_truth": "3", "style": "rule"},
+            "answer": "three",
+            "views": ["ok.png"],
+            "picture": None,
+        }
+    )
+    columns = {"question": "problem", "answer": "reward_model.ground_truth", "images": "views,p"}
+    example = open_source("jsonl", path=str(path), columns=columns)[0]
+    assert (example.question, example.answer) == ("<image>How many?", "3")
+    assert len(example.images) == 1 and set(example.extra) == {"reward_model", "answer", "picture"}
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+def test_messages_are_the_question_of_a_row_without_one(write, field):
+    chat = [USER | {"content": "How few?"}]
+    row = GOOD | {field: chat}
+    asked = load(write(row | {"question": None}))[0][0]
+    assert (asked.question, asked.extra) == ("<image>How few?", {})
+    assert load(write(row))[0][0].extra == {field: chat}
 
 
 def test_image_paths_stay_below_the_images_folder_unless_allowed(write, tmp_path):

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from care_jax.batch import Unusable
-from care_jax.data.readers import parquet
+from care_jax.data.readers import fields, parquet
 from care_jax.data.sources import open_source
 from care_jax.prompts.images import open_image
 
@@ -39,11 +39,60 @@ def test_rows_of_all_files_are_found_in_any_order(release):
     assert open_image(source[2].images[0]).size == (96, 64)
     lengths = {
         split: len(open_source("parquet", path=str(release), split=split, columns=COLUMNS))
-        for split in ("train", "test", "test_text_only", "vision (10)", "")
+        for split in ("train", "test", "test_text_only", "vision (10)", "all")
     }
-    assert lengths == {"train": 7, "test": 5, "test_text_only": 3, "vision (10)": 4, "": 15}
+    assert lengths == {"train": 7, "test": 5, "test_text_only": 3, "vision (10)": 4, "all": 15}
     with pytest.raises(IndexError):
         _ = source[7]
+
+
+SPLITS = {
+    "train, val": ("data/train-0.parquet", "data/val-0.parquet"),
+    "test, testmini": ("testmini.parquet", "test-1.parquet"),
+    "test, train": ("main/test/0.parquet", "main/geo_train.parquet"),
+    "": ("train_1.parquet", "train-2.parquet", "39Krelease.parquet", "latest/train/0.parquet"),
+}
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_files_of_several_splits_are_not_merged_unasked(tmp_path, write_parquet, splits):
+    for name in SPLITS[splits]:
+        row = {"q": "?", "a": ["1"], "img": None, "opts": None}
+        write_parquet(tmp_path / name, [row], TYPES)
+    if splits:
+        with pytest.raises(ValueError, match=f"files of one split in .*, got {splits}; set the"):
+            open_source("parquet", path=str(tmp_path), columns=COLUMNS)
+    rows = open_source("parquet", path=str(tmp_path), columns=COLUMNS, split=splits and "all")
+    assert len(rows) == len(SPLITS[splits])
+
+
+def test_files_of_several_revisions_are_refused(tmp_path, write_parquet):
+    for revision in ("aa", "bb"):
+        row = {"q": "?", "a": ["1"], "img": None, "opts": None}
+        path = tmp_path / "datasets--a--b" / "snapshots" / revision / "train-0.parquet"
+        write_parquet(path, [row], TYPES)
+    message = "of one revision in .*, got datasets--a--b/snapshots/aa, .*/bb; set the source's path"
+    with pytest.raises(ValueError, match=message):
+        open_source("parquet", path=str(tmp_path), columns=COLUMNS, split="train")
+    path = str(tmp_path / "datasets--a--b" / "snapshots" / "aa")
+    assert len(open_source("parquet", path=path, columns=COLUMNS)) == 1
+
+
+OTHER_FORMATS = {
+    "data-0.arrow": (b"\xff" * 8, "an Arrow stream; write it with datasets"),
+    "a.jsonl": (b'{"question": "?"}', "a file of JSON; set the source to 'jsonl'"),
+    "a.tar": (b"a.png".ljust(257, b"\0") + b"ustar", "a tar archive; unpack it"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_a_file_of_another_format_is_told(tmp_path, name):
+    content, message = OTHER_FORMATS[name]
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(ValueError, match=f"{name}.*, {message}"):
+            open_source("parquet", path=str(path), columns=COLUMNS)
 
 
 WHOLE = (slice(0), b"")
@@ -53,6 +102,11 @@ REFUSED = {
         {"answer": ""},
         WHOLE,
         r"columns\.answer must name a column of .*train-0.parquet \(it has q, a, img, opts\), got",
+    ),
+    "no such field": (
+        {"answer": "a.b"},
+        WHOLE,
+        r"expected columns a\.b in .*, got q, a, img, opts;",
     ),
     "no question": ({"question": ""}, WHOLE, r"columns\.question must name a column of .*, got ''"),
     "cut": ({}, (slice(-9, None), b""), r"train-1\.parquet is not a complete parquet file"),
@@ -84,7 +138,7 @@ UNUSABLE = {
 def test_a_cell_that_cannot_be_read_costs_its_row_alone(tmp_path, cells, reason):
     table = pa.table({"question": ["?", "?"], "answer": ["1", "2"], "more": cells})
     pa.parquet.write_table(table, tmp_path / "x.parquet")
-    columns = dict.fromkeys(parquet.COLUMNS, "") | {"question": "question", "answer": "answer"}
+    columns = dict.fromkeys(fields.FIELDS, "") | {"question": "question", "answer": "answer"}
     source = parquet.open_rows(str(tmp_path / "x.parquet"), columns=columns)
     assert source[0].answer == "1"
     with pytest.raises(Unusable, match=reason):
@@ -101,7 +155,7 @@ def test_release_is_fetched_by_its_hub_id(release, monkeypatch):
         return str(release)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert len(open_source("parquet", path="some/release", columns=COLUMNS)) == 15
+    assert len(open_source("parquet", path="some/release", columns=COLUMNS, split="all")) == 15
     assert asked == [("some/release", "dataset")]
 
 
@@ -110,9 +164,8 @@ def test_a_release_is_named_after_its_id_and_not_after_its_commit(release, monke
 
     commit = release.rename(release.with_name("0123456789abcdef"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(commit))
-    assert open_source("parquet", path="some/release-2.5", columns=COLUMNS)[0].source == (
-        "release-2.5"
-    )
+    rows = open_source("parquet", path="some/release-2.5", columns=COLUMNS, split="train")
+    assert rows[0].source == "release-2.5"
 
 
 def test_float32_numbers_are_as_they_were_written(tmp_path, write_parquet):
@@ -168,3 +221,73 @@ def test_other_columns_are_kept_except_bytes(tmp_path, write_parquet, picture):
     example = open_source("parquet", path=str(tmp_path), columns=COLUMNS)[0]
     assert example.answer == [1.5, 2.0]
     assert example.extra == {"size": {"w": 3, "tags": ["x"]}, "day": "2025-01-02"}
+
+
+BYTES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def test_columns_of_images_are_named_or_declined(tmp_path, write_parquet, picture):
+    types = {"q": pa.string(), "a": pa.string(), "views": pa.list_(BYTES), "image": pa.string()}
+    row = {"q": "?", "a": "1", "views": [{"bytes": picture(), "path": None}], "image": "gone.png"}
+    path = str(write_parquet(tmp_path / "x.parquet", [row], types))
+    columns = {"question": "q", "answer": "a"}
+    with pytest.raises(ValueError, match=r"columns.images must name .*, where views has bytes, go"):
+        open_source("parquet", path=path, columns=columns)
+    images = [
+        len(open_source("parquet", path=path, columns=columns | {"images": name})[0].images)
+        for name in ("views", "none")
+    ]
+    assert images == [1, 0]
+    del row["views"], types["views"]
+    path = str(write_parquet(tmp_path / "x.parquet", [row], types))
+    with pytest.raises(Unusable, match="an image in a field that is not read"):
+        _ = open_source("parquet", path=path, columns=columns)[0]
+
+
+def test_a_release_of_verl_is_read(tmp_path, write_parquet, picture):
+    """Messages, whose image is in another column, and the answer in a struct."""
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    types = {
+        "prompt": pa.list_(message),
+        "images": pa.list_(BYTES),
+        "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
+        "units": pa.string(),
+        "context": pa.string(),
+        "response": pa.string(),
+    }
+    row = {"reward_model": {"style": "rule", "ground_truth": "3 cm"}, "units": "matter"}
+    row |= {"prompt": [{"role": "user", "content": "<image>How long?"}]}
+    row |= {"images": [{"bytes": picture(), "path": None}], "context": "No. ", "response": "3 cm"}
+    path = str(write_parquet(tmp_path / "train.parquet", [row], types))
+    columns = {"question": "prompt", "answer": "reward_model.ground_truth", "images": "images"}
+    example = open_source("parquet", path=path, columns=columns | {"response": "response"})[0]
+    assert (example.question, example.answer) == ("<image>How long?", "3 cm")
+    assert (example.context, example.units) == ("No. ", "matter")
+    assert example.extra == {"reward_model": row["reward_model"]}
+    columns |= {"answer": "reward_model.truth", "context": "none"}
+    with pytest.raises(
+        ValueError, match=r"expected columns reward_model\.truth in .*, got prompt,"
+    ):
+        open_source("parquet", path=path, columns=columns)
+
+
+def test_messages_may_have_parts_and_choices_letters(tmp_path, write_parquet, picture):
+    part = pa.struct([("type", pa.string()), ("text", pa.string())])
+    message = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
+    letters = pa.struct([(letter, pa.string()) for letter in "ABC"])
+    types = {"prompt": pa.list_(message), "img": BYTES, "a": pa.string(), "opts": letters}
+    content = [{"type": "text", "text": "How "}, {"type": "image"}, {"type": "text", "text": "?"}]
+    row = {"prompt": [{"role": "user", "content": content}], "a": "B"}
+    row |= {"img": {"bytes": picture()}, "opts": {"A": "30", "B": "45"}}
+    path = str(write_parquet(tmp_path / "train.parquet", [row], types))
+    example = open_source("parquet", path=path, columns=COLUMNS | {"question": "prompt"})[0]
+    assert example.question == "How <image>?\n(A) 30\n(B) 45" and example.choices == ("30", "45")
+
+
+def test_an_index_of_a_choice_is_refused(tmp_path, write_parquet):
+    types = {"q": pa.string(), "a": pa.int64(), "opts": pa.list_(pa.string())}
+    row = {"q": "How many legs?", "a": 1, "opts": ["2", "3", "1"]}
+    path = str(write_parquet(tmp_path / "train.parquet", [row], types))
+    source = open_source("parquet", path=path, columns=COLUMNS | {"images": ""})
+    with pytest.raises(Unusable, match="an integer answer to choices"):
+        _ = source[0]

@@ -63,14 +63,17 @@ def test_a_release_in_parquet_has_its_splits_and_the_main_configuration(tmp_path
         write_parquet(tmp_path / config / f"{split}-00000-of-00001.parquet", [row], types)
     (row,) = open_source("gsm8k", path=str(tmp_path), split="test")
     assert row.question == "Held out?" and row.id == "test-0"
-    assert len(open_source("gsm8k", path=str(tmp_path))) == 2
+    assert len(open_source("gsm8k", path=str(tmp_path), split="all")) == 2
 
 
 def test_a_folder_of_json_lines_has_a_file_for_each_split(tmp_path):
     write_lines(tmp_path / "train.jsonl", MATH)
     write_lines(tmp_path / "test.jsonl", MATH_500, MATH_500)
     assert len(open_source("math", path=str(tmp_path), split="test")) == 2
-    both = [open_source("math", path=str(tmp_path))[index].question for index in range(3)]
+    with pytest.raises(ValueError, match=r"files of one split in .*, got test, train; set the"):
+        open_source("math", path=str(tmp_path))
+    every = open_source("math", path=str(tmp_path), split="all")
+    both = [every[index].question for index in range(3)]
     assert both == [MATH_500["problem"]] * 2 + [MATH["problem"]]
     with pytest.raises(ValueError, match="expected parquet files of split 'dev'"):
         open_source("math", path=str(tmp_path), split="dev")
