@@ -42,8 +42,9 @@ def choices_of(value: Any) -> tuple[str, ...]:
 
 def check_answer(answer: Any, text: str, choices: Sequence[str]) -> None:
     """Raises `Unusable` if an answer, whose text is given too, names none of the choices."""
-    if isinstance(answer, int) or (isinstance(answer, float) and answer.is_integer()):
-        raise Unusable(_INTEGER, shown(answer))  # pandas makes floats of a column with gaps
+    is_integer = isinstance(answer, int) or (isinstance(answer, float) and answer.is_integer())
+    if is_integer and 0 <= answer <= len(choices):  # a float in a column of pandas with gaps
+        raise Unusable(_INTEGER, shown(answer))
     named = notation.clean(text), len(choices)
     if options.choice_letter(*named) or options.choice_letters(*named):
         return

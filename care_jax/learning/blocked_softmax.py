@@ -60,8 +60,8 @@ def target_logprobs(
         is_never: for ids [W], which have probability 0.
     """
     num_columns = jnp.max(jnp.where(is_wanted.any(0), jnp.arange(1, targets.shape[1] + 1), 0))
-    logp, entropy = _scored(table, hidden, targets, num_columns, is_never)
-    return logp, jax.lax.stop_gradient(entropy)
+    scored: Any = _scored(table, hidden, targets, num_columns, is_never)
+    return scored[0], jax.lax.stop_gradient(scored[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -221,7 +221,8 @@ def with_gradient(credit: Credit) -> Credit:
 
     They stay in its denominator, but have no gradient and need not be computed.
     """
-    return credit.replace(is_trained=credit.is_trained & (credit.advantage != 0)[..., None])
+    is_trained = credit.is_trained & (credit.advantage != 0)[..., None]
+    return dataclasses.replace(credit, is_trained=is_trained)
 
 
 def with_reflected_slot(

@@ -85,6 +85,7 @@ DIFFER = "images and placeholders differ in number"
         ({"options": ["2", "3", "1"], "answer": 1}, INTEGER),
         ({"options": [2, 3, 1], "answer": 3.0}, INTEGER),
         ({"options": ["2", "3"], "answer": 0}, INTEGER),
+        ({"options": ["12", "15"], "answer": 14}, "answer not among the choices"),
         ({"options": "A. 2\nC. 3"}, "choices are not a list of texts and numbers"),
         ({"options": {"A": "2", "C": "3"}}, "choices are not a list of texts and numbers"),
         ({"options": "['\\frac12', '3']"}, "choices are not a list of texts and numbers"),
