@@ -1,9 +1,8 @@
 """Loads benchmarks by name from the files of their releases.
 
 Rows are kept as released, without images, and checked when a benchmark is opened. Images are read
-on access, one row group at a time, and decoded as lmms-eval does: turned by their EXIF tag, and
-what is transparent keeps the colour that it has, where training puts it on white. An exception
-are grey images of 16 bits, which are scaled as in training, and which Pillow would clip.
+on access, one row group at a time, and decoded as lmms-eval does. It ignores transparency, and
+clips grey images of 16 bits; training puts transparent parts on white, and scales 16 bits.
 
 A module that scores a benchmark has `parse`, `is_correct` and `question`; `mmmu_pro` is the
 simplest.
@@ -12,12 +11,13 @@ simplest.
 from __future__ import annotations
 
 import functools
+import io
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from care_jax.batch import Example, Unusable
 from care_jax.benchmarks.judge import Case, Judge
@@ -27,7 +27,7 @@ from care_jax.benchmarks.rows import gold_of
 from care_jax.benchmarks.samples import Answers, Questions, QuestionVerdict, Sample
 from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.readers.parquet import ParquetRows, columns_without_bytes
-from care_jax.prompts.images import open_image
+from care_jax.prompts.images import encoded
 
 Row = dict[str, Any]
 BLANK = "num_images_of_one_colour"  # field of `Example.extra`, where there is any
@@ -161,13 +161,15 @@ class Benchmark(Sequence[Example]):
                 yield index
 
     def _image(self, index: int, row: Row, field: str) -> Image.Image:
-        (image,) = find_images(row, field)
+        (image,) = find_images(row, field)  # of a known format, see `check_rows`
         try:
-            return open_image(image).convert("RGB")
-        except Unusable as error:
+            with Image.open(io.BytesIO(encoded(image))) as opened:
+                return ImageOps.exif_transpose(opened).convert("RGB")
+        except Exception as error:  # of any decoder
             raise ValueError(
-                f"expected an image in the field {field!r} of {self._places[index]}, got one that "
-                f"cannot be decoded ({error}); {self.release.advice}"
+                f"expected an image in the field {field!r} of {self._places[index]}, got "
+                f"{'bytes' if isinstance(image, bytes) else image} that cannot be decoded "
+                f"({error}); {self.release.advice}"
             ) from error
 
 
