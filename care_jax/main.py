@@ -95,7 +95,7 @@ def run_stages(
     benchmarks = evaluate.open_benchmarks(run.config) if is_evaluated(run.config) else []
     try_reward(run, sources)
     if is_dry:
-        print_line(dry_run.describe(run, sources))
+        print_line(dry_run.describe(run, sources, benchmarks))
         return {}
     workdir.mkdir(parents=True, exist_ok=True)
     with lock.held(workdir):

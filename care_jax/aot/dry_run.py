@@ -1,8 +1,8 @@
 """Describes what a run would do: `python -m care_jax.main --dry_run --config=...`.
 
-The configuration, the devices, the first tokenised rows of every source, parameters and memory, and
-the files that would be written. No weights are read and nothing is written, but for what a
-hub id downloads.
+The configuration, the devices, the first tokenised rows of every source and benchmark, parameters
+and memory, and the files that would be written. No weights are read and nothing is written,
+but for what a hub id downloads.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from ml_collections import ConfigDict
 from care_jax.aot import shapes
 from care_jax.aot.compile import update_program
 from care_jax.batch import Example, Unusable
+from care_jax.benchmarks.suite import Benchmark
 from care_jax.config.resume import TRAINING
 from care_jax.data.mixture import Mixture
 from care_jax.data.pipeline import TOO_LONG, size_of
 from care_jax.data.rows import LeftOut
 from care_jax.devices import sharding
 from care_jax.devices.flops import GIB
+from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.prompts.rendering import image_line, rendered, resized_images
 from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run import space
@@ -45,7 +47,9 @@ _MOST_READ = 1000  # rows read to count those that are unusable, without decodin
 _CHEAP = 50e6  # maximum parameters for which the update is compiled, in seconds on a CPU
 
 
-def describe(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
+def describe(
+    run: Run, sources: Mapping[str, Sequence[Example]], benchmarks: Sequence[Benchmark] = ()
+) -> str:
     """The description, in plain text; `sources` has the examples of each stage.
 
     Raises:
@@ -57,6 +61,7 @@ def describe(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
         "Devices": _devices(run),
         "Model": _model(run),
         **{f"Data of {stage!r}": _data(run, stage, each) for stage, each in sources.items()},
+        **{f"Benchmark {each.name!r}": _benchmark(run, each) for each in benchmarks},
         "Memory of a device": _memory(run),
         "Files": _files(run),
     }
@@ -108,20 +113,7 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
         except Unusable as error:
             left_out.add(error, index)
             continue
-        lengths = f"{len(prompt.tokens)} tokens, {len(prompt.patches)} patches"
-        if stage == "sft":
-            lengths += f", response {len(builder.response_tokens(example.response))} tokens"
-            if example.context:
-                lengths += f" behind a context of {len(builder.context_tokens(example.context))}"
-        question = " ".join(example.question.split())
-        yield f"{example.source} {example.id}: {lengths}"
-        yield f"  question {question[:100]!r}, answer {example.answer!r}"
-        for image in resized_images(example, prompt, run.policy.config):
-            yield f"  image {image_line(image)}"
-        if not num_shown:
-            yield "  as the model reads it:"
-            text = rendered(prompt, run.policy.token_bytes, run.policy.config)
-            yield from (f"    {line}" for line in text.split("\n"))
+        yield from _row(run, stage, example, prompt, is_first=not num_shown)
         num_shown += 1
         if num_shown == NUM_ROWS:
             break
@@ -138,6 +130,37 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
             f"the data of stage {stage!r} must have a usable row among its first {_MOST_TRIED}, "
             f"got none ({str(left_out) or 'it is empty'}); change its path, columns or data.buckets"
         )
+
+
+def _benchmark(run: Run, benchmark: Benchmark) -> Iterator[str]:
+    """The number of rows and the first prompt."""
+    yield f"{len(benchmark):,} rows, {benchmark.release.num_rows:,} are published"
+    example, builder = benchmark[0], run.policy.prompts
+    prompt = builder.tokenize(example)
+    if not builder.fits(prompt):
+        yield f"the first {TOO_LONG}, and would count as wrong ({size_of(prompt)})"
+    yield from _row(run, "evaluate", example, prompt, is_first=True)
+
+
+def _row(
+    run: Run, stage: str, example: Example, prompt: TokenizedPrompt, *, is_first: bool
+) -> Iterator[str]:
+    """A row's lengths, question, answer and images; of the first also what the model reads."""
+    builder = run.policy.prompts
+    lengths = f"{len(prompt.tokens)} tokens, {len(prompt.patches)} patches"
+    if stage == "sft":
+        lengths += f", response {len(builder.response_tokens(example.response))} tokens"
+        if example.context:
+            lengths += f" behind a context of {len(builder.context_tokens(example.context))}"
+    question = " ".join(example.question.split())
+    yield f"{example.source} {example.id}: {lengths}"
+    yield f"  question {question[:100]!r}, answer {example.answer!r}"
+    for image in resized_images(example, prompt, run.policy.config):
+        yield f"  image {image_line(image)}"
+    if is_first:
+        yield "  as the model reads it:"
+        text = rendered(prompt, run.policy.token_bytes, run.policy.config)
+        yield from (f"    {line}" for line in text.split("\n"))
 
 
 def _memory(run: Run) -> Iterator[str]:

@@ -73,10 +73,20 @@ def is_correct(answer: str, row: dict[str, Any]) -> bool:
 
 
 def question(row: dict[str, Any]) -> Question:
-    """The prompt of the official harness; "reason first" is left to `data.instruction`."""
+    """The prompt of the official harness; "reason first" is left to `data.instruction`.
+
+    ValueError: the harness has no hint for such an answer.
+    """
     choices = read_options(row)
     kind = "choice" if choices else row["answer_type"]
-    kind = f"float{_precision(row)}" if kind == "float" else kind
+    precision = row.get("precision")
+    if kind == "float" and isinstance(precision, int | float | None):
+        kind = f"float{precision or 1:g}"
+    if kind not in _HINTS:
+        raise ValueError(
+            "expected choices, or the answer_type integer, float (precision 1 or 2) or list, got "
+            f"{row['answer_type']!r:.60} (precision {precision!r:.60})"
+        )
     lines = [f"Hint: Please answer the question {_HINTS[kind]}, at the end."]
     unit = f" (Unit: {row['unit']})" if row.get("unit") else ""
     lines.append(f"Question: {row['question']}{unit}")

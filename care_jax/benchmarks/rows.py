@@ -23,8 +23,8 @@ class Question(NamedTuple):
 def gold_of(row: dict[str, Any]) -> str:
     """The reference answer: `answer` in a release, `gold` in recorded cases."""
     for key in ("answer", "gold"):
-        if row.get(key) is not None:
-            return str(row[key])
+        if key in row:
+            return "" if row[key] is None else str(row[key])
     raise ValueError(
         f"expected a row with an answer, got the fields {', '.join(sorted(row))}; download the "
         "release again"
@@ -32,11 +32,20 @@ def gold_of(row: dict[str, Any]) -> str:
 
 
 def read_options(row: dict[str, Any]) -> tuple[str, ...]:
-    """The options of a row: a list, or a Python literal of one; empty for an open question."""
+    """The options of a row: a list, or a Python literal of one; empty for an open question.
+
+    ValueError: it is neither.
+    """
     fields = (row.get(key) for key in ("options", "choices"))
     options = next((field for field in fields if field is not None), ())
+    given = options
     if isinstance(options, str):
-        options = ast.literal_eval(options) if options.strip() else []
+        try:
+            options = ast.literal_eval(options) if options.strip() else []
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            options = None
+    if not isinstance(options, list | tuple):
+        raise ValueError(f"expected a list of options, or its Python literal, got {given!r:.60}")
     return tuple(str(option) for option in options)
 
 

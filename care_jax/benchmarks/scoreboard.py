@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from care_jax.benchmarks.releases import RELEASES
 from care_jax.benchmarks.samples import Sample
-from care_jax.benchmarks.suite import RELEASES
 from care_jax.report.accuracy import pass_rates, wilson_interval
 
 

@@ -1,9 +1,8 @@
 """Loads benchmarks by name from the files of their releases.
 
-A release is a parquet file, a folder of parquet files, or a file of JSON lines with the images next
-to it. A folder has the layout of `hf download --repo-type dataset`: the file name
-starts with the split, and a configuration is a parent folder. Rows are kept as released, without
-images. Images are read on access, one row group at a time.
+Rows are kept as released, without images, and checked when a benchmark is opened. Images are read
+on access, one row group at a time, and decoded as lmms-eval does. It ignores transparency, and
+clips grey images of 16 bits; training puts transparent parts on white, and scales 16 bits.
 
 A module that scores a benchmark has `parse`, `is_correct` and `question`; `mmmu_pro` is the
 simplest.
@@ -11,62 +10,27 @@ simplest.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 from PIL import Image, ImageOps
 
 from care_jax.batch import Example, Unusable
-from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
 from care_jax.benchmarks.judge import Case, Judge
+from care_jax.benchmarks.releases import RELEASES, find_files
+from care_jax.benchmarks.row_checks import check_rows, find_images
 from care_jax.benchmarks.rows import gold_of
 from care_jax.benchmarks.samples import Answers, Questions, QuestionVerdict, Sample
 from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.readers.parquet import ParquetRows, columns_without_bytes
+from care_jax.prompts.images import encoded
 
 Row = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Release:
-    """A benchmark's scorer, and the files of its release.
-
-    Attributes:
-        scorer: the module that builds prompts and scores answers.
-        split: file name up to the first hyphen.
-        groups: fields, of a row or of its `metadata`, whose values are its categories.
-        configuration: parent folder of the files, if a release has several; empty for any.
-        in_average: whether it is one of the six benchmarks of the macro average (sec:setup).
-    """
-
-    scorer: ModuleType
-    split: str
-    groups: tuple[str, ...]
-    configuration: str = ""
-    in_average: bool = True
-
-
-_VISTA = ("question_type", "answer_type", "language", "source", "category", "task", "context",
-          "grade")  # fmt: skip
-_VERSE = ("problem_version", "question_type", "subject", "subfield")
-_VISION = ("subject", "level")
-_PRO = ("subject", "topic_difficulty")
-RELEASES = {
-    "mathvista": Release(mathvista, "testmini", _VISTA),
-    "mathverse": Release(mathverse, "testmini", _VERSE),
-    "mathvision": Release(mathvision, "test", _VISION),
-    # A subset of the one above, so excluded from the mean.
-    "mathvision_testmini": Release(mathvision, "testmini", _VISION, in_average=False),
-    "mmmu": Release(mmmu, "validation", ("question_type", "topic_difficulty")),
-    "mmmu_pro": Release(mmmu_pro, "test", _PRO, "standard (10 options)"),
-    "mmmu_pro_vision": Release(mmmu_pro, "test", _PRO, "vision"),
-}
+BLANK = "num_images_of_one_colour"  # field of `Example.extra`, where there is any
 # The subject of a row of MMMU is part of its id, `validation_<subject>_<number>`.
 _MMMU_ID = re.compile(r"[^_]+_(.+)_\d+")
 
@@ -78,8 +42,11 @@ class Benchmark(Sequence[Example]):
         name: a key of `RELEASES`.
         path: file or folder of the release.
 
+    Attributes:
+        notes: what is unusual about the rows, see `row_checks.check_rows`.
+
     Raises:
-        ValueError: no such benchmark, or no file of it at the path.
+        ValueError: no such benchmark, no file of it at the path, or a row that it cannot have.
     """
 
     def __init__(self, name: str, path: str | pathlib.Path):
@@ -91,16 +58,21 @@ class Benchmark(Sequence[Example]):
         self.scorer = self.release.scorer
         self.rows: list[Row] = []
         self._images: list[Callable[[], Row]] = []
-        for file in _files(pathlib.Path(path).expanduser(), self.release):
+        self._places: list[str] = []  # in their files, for messages
+        self.ids: list[str] = []
+        files = find_files(pathlib.Path(path).expanduser(), self.release)
+        self.notes = check_rows(name, self.release, self._read(files))
+
+    def _read(self, files: Sequence[pathlib.Path]) -> Iterator[tuple[str, str, Row]]:
+        """Keeps the rows of the files without their images; yields place, id and the whole row."""
+        for file in files:
             read = _read_parquet if file.suffix == ".parquet" else _read_json_lines
-            rows, images = read(file)
-            self.rows += rows
-            self._images += images
-        if not self.rows:
-            raise ValueError(
-                f"expected rows of {name} in {str(path)!r}, got none; download it again"
-            )
-        self.ids = [_id_of(row) for row in self.rows]
+            for place, row, whole, images in read(file):
+                self.rows.append(row)
+                self.ids.append(_id_of(row))
+                self._images.append(images)
+                self._places.append(place)
+                yield place, self.ids[-1], whole
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -108,14 +80,16 @@ class Benchmark(Sequence[Example]):
     def __getitem__(self, index: int) -> Example:
         row = self.rows[index] | self._images[index]()
         question = self.scorer.question(row)
+        images = [self._image(index, row, field) for field in question.images]
+        num_blank = sum(image.getcolors(1) is not None for image in images)
         return Example(
             id=self.ids[index],
             source=self.name,
-            images=tuple(self._image(row, field) for field in question.images),
+            images=tuple(images),
             question=question.text,
             answer=gold_of(row),
             choices=question.options,
-            extra=self.rows[index],
+            extra=self.rows[index] | ({BLANK: num_blank} if num_blank else {}),
         )
 
     def fingerprint(self) -> list[tuple[str, str, str]]:
@@ -186,21 +160,17 @@ class Benchmark(Sequence[Example]):
             if not acc and self.scorer.parse(text, row) is not None:
                 yield index
 
-    def _image(self, row: Row, field: str) -> Image.Image:
-        # `image` is the path of the image in `decoded_image`; JSON lines have only the path.
-        value = row.get(field) or row.get("image")
-        if isinstance(value, dict) and value.get("bytes"):
-            image = Image.open(io.BytesIO(value["bytes"]))
-        elif path := value.get("path") if isinstance(value, dict) else value:
-            image = Image.open(row["folder"] / path)
-        else:
+    def _image(self, index: int, row: Row, field: str) -> Image.Image:
+        (image,) = find_images(row, field)  # of a known format, see `check_rows`
+        try:
+            with Image.open(io.BytesIO(encoded(image))) as opened:
+                return ImageOps.exif_transpose(opened).convert("RGB")
+        except Exception as error:  # of any decoder
             raise ValueError(
-                f"row {_id_of(row)} of {self.name} has no image in its field {field!r}; download "
-                "the release again"
-            )
-        with image:
-            # As the official harness does, whose library turns images by their EXIF tag.
-            return ImageOps.exif_transpose(image).convert("RGB")
+                f"expected an image in the field {field!r} of {self._places[index]}, got "
+                f"{'bytes' if isinstance(image, bytes) else image} that cannot be decoded "
+                f"({error}); {self.release.advice}"
+            ) from error
 
 
 def _with_verdicts(sample: Sample, judge: str, words: list[bool | None]) -> Sample:
@@ -219,43 +189,31 @@ def _id_of(row: Row) -> str:
     return str(next((value for value in found if value is not None), ""))
 
 
-def _files(path: pathlib.Path, release: Release) -> list[pathlib.Path]:
-    if path.is_file():
-        return [path]
-    for suffix in ("parquet", "jsonl"):
-        files = sorted(path.rglob(f"*.{suffix}")) if path.is_dir() else []
-        if release.configuration:
-            named = [f for f in files if release.configuration in f.relative_to(path).parts]
-            # The path may be the configuration folder itself.
-            files = named or (files if path.name == release.configuration else [])
-        # test-00000-of-00001.parquet, not testmini-...
-        files = [f for f in files if f.stem.partition("-")[0] == release.split]
-        if files:
-            return files
-    raise ValueError(
-        f"expected {release.split}-*.parquet or {release.split}.jsonl "
-        f"{f'under {release.configuration!r} ' if release.configuration else ''}in {str(path)!r}, "
-        "got no such file; point evaluate.benchmarks at a downloaded release"
-    )
+_ReadRow = tuple[str, Row, Row, Callable[[], Row]]
 
 
-def _read_json_lines(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
-    rows, table = [], JsonRows(path)
+def _read_json_lines(path: pathlib.Path) -> Iterator[_ReadRow]:
+    """(place, row, the row with its images, a function that reads them) of each row."""
+    table, folder = JsonRows(path), {"folder": path.parent}
     for index, number in enumerate(table.numbers):
         try:
-            rows.append(table[index])
+            row = table[index]
         except Unusable as error:
             raise ValueError(
                 f"expected JSON on line {number} of {str(path)!r}, got {error}; repair the file"
             ) from error
-    return rows, [lambda: {"folder": path.parent}] * len(rows)
+        yield f"line {number} of {path}", row, row | folder, folder.copy
 
 
-def _read_parquet(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
-    texts, whole = ParquetRows([path], columns_without_bytes([path])), ParquetRows([path])
+def _read_parquet(path: pathlib.Path) -> Iterator[_ReadRow]:
+    """As `_read_json_lines`; the images are read twice, as the first table keeps some of them."""
+    texts = ParquetRows([path], columns_without_bytes([path]))
+    whole, later = ParquetRows([path]), ParquetRows([path])
+    folder = {"folder": path.parent}
 
     def images(index: int) -> Row:
-        return whole[index] | {"folder": path.parent}
+        return later[index] | folder
 
-    indices = range(len(texts))
-    return [texts[i] for i in indices], [functools.partial(images, i) for i in indices]
+    for index in range(len(texts)):
+        row = functools.partial(images, index)
+        yield f"row {index + 1} of {path}", texts[index], whole[index] | folder, row

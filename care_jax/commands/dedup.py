@@ -4,13 +4,15 @@ An exact duplicate has the same text and the same pictures. A near duplicate has
 case, spaces and punctuation, similar pictures, and the same answer. The answer is compared because
 short questions ("Find x.") recur with many diagrams that differ in one label.
 
-Matches with a benchmark ignore the answer; a shared picture is enough, whatever the question.
+Matches with a benchmark ignore the answer. An equal picture is enough, whatever the question; with
+the same text one similar picture is, whatever their number and order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import re
 import unicodedata
 
@@ -18,6 +20,8 @@ from care_jax.batch import Example, answer_text
 from care_jax.prompts.images import Fingerprint, fingerprint, num_different_bits
 from care_jax.rewards.equivalence import notation, options, quantities
 
+# `rows.make_example` writes "(picture 2)" for a second placeholder of one image.
+_PLACEHOLDER = re.compile(r"<image ?\d*>|\(picture \d+\)")
 _KEPT = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
 
 
@@ -47,7 +51,7 @@ def content_of(example: Example) -> Content:
 
 def normalized_text(text: str) -> str:
     """The text without case, spaces, punctuation and placeholders; keeps numbers and operators."""
-    text = unicodedata.normalize("NFKC", text.replace("<image>", " ")).casefold()
+    text = unicodedata.normalize("NFKC", _PLACEHOLDER.sub(" ", text)).casefold()
     return "".join(_KEPT.findall(text))
 
 
@@ -73,7 +77,9 @@ class DuplicateIndex:
     def in_benchmark(self, content: Content) -> tuple[str, str]:
         """(reason, name) of the benchmark with the question or a picture; empty if none."""
         for name, other in self._benchmark.get(content.text, ()):
-            if self._has_similar_pictures(content, other):
+            pairs = [*itertools.product(content.pictures, other.pictures)]
+            has_none = not content.pictures and not other.pictures
+            if has_none or any(self._is_similar(*pair) for pair in pairs):
                 return f"question of benchmark {name}", name
         for picture in content.pictures:
             if name := self._benchmark_pictures.get(picture.digest):
@@ -98,9 +104,11 @@ class DuplicateIndex:
 
     def _has_similar_pictures(self, one: Content, other: Content) -> bool:
         return len(one.pictures) == len(other.pictures) and all(
-            num_different_bits(a.hash, b.hash) <= self._near_bits
-            for a, b in zip(one.pictures, other.pictures, strict=True)
+            self._is_similar(*pair) for pair in zip(one.pictures, other.pictures, strict=True)
         )
+
+    def _is_similar(self, one: Fingerprint, other: Fingerprint) -> bool:
+        return num_different_bits(one.hash, other.hash) <= self._near_bits
 
 
 def _answer_key(example: Example) -> str:

@@ -24,6 +24,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from care_jax.batch import Example, Unusable
+from care_jax.commands.benchmark_rows import open_questions
 from care_jax.commands.dedup import Content, DuplicateIndex, content_of
 from care_jax.config import command_line
 from care_jax.config.keys import check_keys
@@ -60,10 +61,10 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     settings = {"think_tag": data.think_tag}
     sources, benchmarks = (
         {
-            name_of(section): open_section(f"data.prepare.{name}.{number}", section, settings)
+            name_of(section): open_rows(f"data.prepare.{name}.{number}", section, settings)
             for number, section in enumerate(data.prepare[name])
         }
-        for name in ("sources", "benchmarks")
+        for name, open_rows in (("sources", open_section), ("benchmarks", open_questions))
     )
     whole = json.loads(data.to_json_best_effort())
     expected = {key: whole[key] for key in _DECISIVE} | {
@@ -120,14 +121,19 @@ def summary(manifest: Mapping[str, Any]) -> list[str]:
             f"{name}: {report['kept']} of {report['rows']} rows kept, {len(report['shards'])} "
             f"shards of {num_bytes / 2**20:.1f} MiB"
         )
-        lines += [f"  left out {count}: {reason}" for reason, count in report["left_out"].items()]
+        lines += _reasons("left out", report)
         lines += [f"  repaired {count}: {reason}" for reason, count in report["repaired"].items()]
     for name, report in manifest["benchmarks"].items():
         lines.append(
             f"benchmark {name}: {report['usable']} of {report['rows']} questions read, "
             f"{sum(report['removed'].values())} matches removed"
         )
+        lines += _reasons("not compared", report)
     return [*lines, f"{manifest['num_examples']} examples in all"]
+
+
+def _reasons(what: str, report: Mapping[str, Any]) -> list[str]:
+    return [f"  {what} {count}: {reason}" for reason, count in report["left_out"].items()]
 
 
 def _in_order(
@@ -207,6 +213,11 @@ def _index_benchmark(
         else:
             index.add_benchmark(name, content)
             num_usable += 1
+    if not num_usable:
+        raise ValueError(
+            f"no question of benchmark {name} can be read: {dict(reasons) or 'it has no rows'}; "
+            "correct its path and columns in data.prepare.benchmarks"
+        )
     return {
         "rows": num_usable + reasons.total(),
         "usable": num_usable,

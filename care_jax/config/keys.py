@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from care_jax.benchmarks.suite import RELEASES
+from care_jax.benchmarks.releases import RELEASES
 from care_jax.decoding import reflection
 from care_jax.devices import xla_flags
 from care_jax.learning.optimizer import SCHEDULES

@@ -49,10 +49,12 @@ class Policy:
 def policy_of(config: ConfigDict) -> Policy:
     """Reads everything except the weights; raises what `data.prompts.open_prompts` raises.
 
-    Of a release with a manifest, as an export has, files of up to 64 MiB are compared with it.
+    Of a release with a manifest, as an export has, files of up to 64 MiB are compared with it. A
+    run's workdir or checkpoint, and a whole repository in the hub's cache, are no release.
     """
     if path := config.model.path:
         folder = pathlib.Path(path).expanduser()
+        _check_folder(folder)
         integrity.refuse_damaged(folder, integrity.find_damage(folder, most_bytes=2**26))
     dtype = jnp.dtype(config.model.compute_dtype)
     prompts, folder = open_prompts(config, patch_dtype=dtype)
@@ -66,6 +68,25 @@ def policy_of(config: ConfigDict) -> Policy:
         think_tag=config.data.think_tag,
         folder=folder,
     )
+
+
+def _check_folder(folder: pathlib.Path) -> None:
+    """Refuses a folder in which there is a release, or could be, but which is none itself."""
+    whole = folder.absolute()
+    runs = (each for each in (whole, *whole.parents[:3]) if (each / "starts.jsonl").is_file())
+    workdir = next(runs, None)
+    inside = whole.relative_to(workdir).parts[:1] if workdir else None
+    if inside in ((), ("checkpoints",)) or (whole / "progress").is_dir():
+        raise ValueError(
+            f"model.path {str(folder)!r} is of a run, whose checkpoints are no release; export it "
+            "first: run it with --config.stages=\"('export',)\" and --workdir="
+            f"{workdir or '<its workdir>'}, and set model.path to the folder export/ in there"
+        )
+    if revisions := sorted(map(str, whole.glob("snapshots/*"))):
+        raise ValueError(
+            f"model.path {str(folder)!r} is the hub's cache of a release; set it to a revision in "
+            f"there: {' or '.join(revisions)}"
+        )
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:

@@ -33,7 +33,7 @@ from care_jax.batch import Example
 from care_jax.benchmarks import held_out, scoreboard
 from care_jax.benchmarks.judge import Judge
 from care_jax.benchmarks.samples import Answers, Questions, Sample, read, samples_of, to_line
-from care_jax.benchmarks.suite import Benchmark
+from care_jax.benchmarks.suite import BLANK, Benchmark
 from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
 from care_jax.report.console import print_line
@@ -50,8 +50,14 @@ _NUM_JUDGED = 256  # kept samples that are judged anew before they are written
 
 
 def open_benchmarks(config: ConfigDict) -> list[Benchmark]:
-    """The benchmarks of `evaluate.benchmarks`; raises ValueError if files are missing."""
-    return [Benchmark(which, path) for which, path in config.evaluate.benchmarks]
+    """The benchmarks of `evaluate.benchmarks`; prints what is unusual about them.
+
+    ValueError: files are missing or rows are wrong.
+    """
+    benchmarks = [Benchmark(which, path) for which, path in config.evaluate.benchmarks]
+    for note in (note for benchmark in benchmarks for note in benchmark.notes):
+        print_line(note)
+    return benchmarks
 
 
 def evaluate_stage(
@@ -200,6 +206,11 @@ class Evaluator:
                 print_line(
                     f"{lost} of {len(samples)} prompts of {benchmark.name} fit no bucket of "
                     "data.buckets and count as wrong; add a larger bucket or lower data.max_pixels"
+                )
+            if num_blank := sum(BLANK in sample["doc"] for sample in samples):
+                print_line(
+                    f"{num_blank} of {len(samples)} questions of {benchmark.name} have an image of "
+                    "one colour; the official harness shows it so too, as it ignores transparency"
                 )
             results["benchmarks"][benchmark.name] = scoreboard.score(samples, benchmark.categories)
         results["macro"] = scoreboard.macro_average(results["benchmarks"])

@@ -90,6 +90,26 @@ def _with(changes):
     return config
 
 
+def test_the_first_prompt_of_a_benchmark_is_shown_and_its_rows_are_counted(said, tmp_path):
+    row = {"id": "7", "question": "How?", "answer": "3", "image": "wide.png"}
+    path = tmp_path / "testmini.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    changes = {"evaluate.benchmarks": (("mathvision_testmini", str(path)),)}
+    with pytest.raises(
+        ValueError, match=r"line 1 of .* image missing \(.*/wide.png\); hf download"
+    ):
+        said(**changes)
+    Image.new("RGB", (640, 480)).save(tmp_path / "wide.png")
+    output = said(**changes)
+    data = output.partition("## Benchmark 'mathvision_testmini'")[2].partition("##")[0]
+    assert "1 rows, 304 are published" in data and "a partial download" in output
+    assert "mathvision_testmini 7: " in data and "image 640×480 resized to 64×48" in data
+    assert "the first prompt fits no bucket, and would count as wrong (" in data
+    output = said(**changes, **{"data.buckets": ((96, 64),)})
+    data = output.partition("## Benchmark 'mathvision_testmini'")[2].partition("##")[0]
+    assert "the first" not in data and '\\boxed{}".How?<|im_end|>' in data
+
+
 def test_a_context_is_counted_apart_from_the_response_that_is_learnt(said, tmp_path):
     row = {"question": "How many?", "answer": "3", "response": " 3.</think><answer>3</answer>"}
     path = tmp_path / "rows.jsonl"

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from PIL import Image
 
 from care_jax.benchmarks import scoreboard
 from care_jax.benchmarks.suite import Benchmark
@@ -12,9 +13,10 @@ from care_jax.report.accuracy import wilson_interval
 @pytest.fixture
 def benchmark(tmp_path):
     rows = [
-        {"id": i, "question": "?", "answer": "1", "subject": subject, "level": 1}
+        {"id": i, "question": "?", "answer": "1", "subject": subject, "level": 1, "image": "1.png"}
         for i, subject in enumerate("aabb")
     ]
+    Image.new("RGB", (4, 4)).save(tmp_path / "1.png")
     (tmp_path / "testmini.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Benchmark("mathvision_testmini", tmp_path)
 

@@ -148,6 +148,70 @@ def test_what_is_left_out_is_counted_by_reason_and_listed(config, tmp_path):
     assert prepare.summary(manifest)[-1] == "5 examples in all"
 
 
+IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_benchmark_rows_that_training_refuses_are_compared(
+    config, tmp_path, write_parquet, write_json, picture, kind
+):
+    """Several images, recurring placeholders, no answer; the copies have one image each."""
+    (tmp_path / "cut.png").write_bytes(picture(73)[:100])
+    for seed in (70, 71, 72):
+        (tmp_path / f"{seed}.png").write_bytes(picture(seed))
+        smaller = Image.open(tmp_path / f"{seed}.png").resize((72, 48)).convert("RGB")
+        smaller.save(tmp_path / f"{seed}.jpg", quality=80)
+    asked = [
+        ("In <image 1> and <image 2>; what is <image 1>?", ["70.png", "71.png"], "A"),
+        ("Which <image 1> is it?", ["72.png", "71.png"], "?"),
+        ("What is 17 times 3?", [], ""),
+        ("Cut?", ["cut.png"], "A"),
+        (None, [], "A"),
+    ]
+    if kind == "parquet":
+        cells = {path.name: {"bytes": path.read_bytes()} for path in tmp_path.glob("*.png")}
+        rows = [
+            {"question": text, "answer": gold, "a": None, "b": None}
+            | {column: cells[name] for column, name in zip("ab", names, strict=False)}
+            for text, names, gold in asked
+        ]
+        text = pa.string()
+        columns = {"question": text, "answer": text, "a": IMAGE, "b": IMAGE}
+        write_parquet(tmp_path / "bench.parquet", rows, columns)
+        config.data.prepare.benchmarks[0].columns.images = "a,b"
+    else:
+        rows = [{"question": text, "answer": gold, "images": x} for text, x, gold in asked]
+        write_json(tmp_path / "bench.jsonl", rows)
+        path = str(tmp_path / "bench.jsonl")
+        config.data.prepare.benchmarks = (common.source("jsonl", path=path),)
+    copies = [
+        {"question": "<image>In and; what is", "answer": "A", "image": "71.jpg"},
+        {"question": "which <image> is it", "answer": "B", "image": "72.jpg"},
+        {"question": "What is 17 times 3 ?", "answer": "51"},
+        {"question": "Another one?", "answer": "51", "image": "70.png"},
+        {"question": "Which?", "answer": "B", "image": "72.jpg", "id": "of another text"},
+    ]
+    write_json(tmp_path / "mine.jsonl", copies)
+    config.data.prepare.sources = config.data.prepare.sources[1:]
+    manifest = prepare.prepare(config, tmp_path / "out")
+    (mine,) = manifest["sources"].values()
+    assert mine["left_out"] == {"picture of benchmark bench": 1, "question of benchmark bench": 3}
+    assert mine["kept"] == 1
+    assert prepare.summary(manifest)[-4:-1] == [
+        "benchmark bench: 3 of 5 questions read, 4 matches removed",
+        "  not compared 1: image unreadable or truncated",
+        "  not compared 1: neither a question nor an image",
+    ]
+
+
+def test_a_benchmark_without_any_readable_question_is_refused(config, tmp_path, write_json):
+    write_json(tmp_path / "bench.jsonl", [{"problem": "What is 2 + 2?"}])
+    path = str(tmp_path / "bench.jsonl")
+    config.data.prepare.benchmarks = (common.source("jsonl", path=path),)
+    with pytest.raises(ValueError, match="no question of benchmark bench can be read"):
+        prepare.prepare(config, tmp_path / "out")
+
+
 def test_what_is_kept_is_what_was_read(config, tmp_path):
     prepare.prepare(config, tmp_path / "out")
     charts = open_source("arrayrecord", path=str(tmp_path / "out"), subset="chartqa-human")

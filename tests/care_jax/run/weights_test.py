@@ -173,3 +173,27 @@ def test_an_export_that_differs_from_its_sums_is_refused_and_named(policy, param
     (tmp_path / "sha256.json").unlink()  # changed on purpose
     policy_of(config)
     load()
+
+
+def test_folders_of_a_run_and_of_the_hubs_cache_are_told_from_a_release(policy, params, tmp_path):
+    run, cache = tmp_path / "run", tmp_path / "models--Org--Name"
+    revision, step = cache / "snapshots" / "abc", run / "checkpoints" / "rl" / "20"
+    for folder in (step, revision, tmp_path / "copy" / "progress"):
+        folder.mkdir(parents=True)
+    (run / "starts.jsonl").touch()
+    (run / "config.json").write_text("{}")
+    export.export(types.SimpleNamespace(policy=policy), params, run / "export")
+    config = tiny.get_config()
+    config.model.backbone = {}
+    for path in (run, step, step.parent, step.parents[1]):
+        config.model.path = str(path)
+        with pytest.raises(ValueError, match=f"'{path}' is of a run, .*; export it .*={run}, and"):
+            policy_of(config)
+    config.model.path = str(tmp_path / "copy")
+    with pytest.raises(ValueError, match=r"is of a run, .* --workdir=<its workdir>, and set"):
+        policy_of(config)
+    config.model.path = str(cache)
+    with pytest.raises(ValueError, match=f"cache of a release; set it to .*: {revision}$"):
+        policy_of(config)
+    config.model.path = str(run / "export")
+    assert policy_of(config).folder == run / "export"

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from scripted_answers import ROWS, SAMPLED, benchmarked, samples_of
 
+from care_jax.benchmarks.suite import BLANK
 from care_jax.devices import distributed
 from care_jax.report.accuracy import wilson_interval
 from care_jax.stages import evaluate
@@ -54,6 +55,15 @@ def test_a_prompt_that_fits_no_bucket_counts_as_wrong(benchmark_run, release, as
     assert metrics["mean/acc"] == pytest.approx(3 / 6)
     assert [sample["is_dropped"] for sample in samples_of(run)] == [True] + [False] * 5
     assert "1 of 6 prompts of mathvision_testmini fit no bucket" in capsys.readouterr().out
+
+
+def test_images_of_one_colour_are_counted(benchmark_run, release, asked, capsys):
+    first, *rest = release.read_text().splitlines()
+    release.write_text("\n".join([json.dumps(json.loads(first) | {BLANK: 1}), *rest]) + "\n")
+    benchmarked(benchmark_run())
+    said = capsys.readouterr().out
+    assert "1 of 5 questions of mathvision_testmini have an image of one colour" in said
+    assert "mathvision_testmini has 5 rows, a partial download: 304 are published" in said
 
 
 def test_the_judge_is_asked_about_wrong_free_answers_alone(benchmark_run, asked):
