@@ -15,8 +15,9 @@ from care_jax.benchmarks.rows import Question, gold_of, read_options
 from care_jax.data.rows import images_of
 from care_jax.prompts.images import AnyImage, image_size
 
-# Share of the rows whose gold answer may be one that the published rules never accept.
-_MOST_UNSCORED = 0.01
+# Share of the rows whose gold answer may be one that the published rules never accept. Releases
+# have a few; a split without answers has no other.
+_MOST_UNSCORED = 0.5
 _TEXTS = ("question", "query_wo", "question_for_eval", "unit", "question_type", "answer_type")
 
 
@@ -27,7 +28,7 @@ def check_rows(
 
     Raises:
         ValueError: a row is of another release, cannot be asked, or has the id of another row; or
-            more than 1% have no gold answer that is scored as correct.
+            more than half have no gold answer that is scored as correct.
     """
     places: dict[str, str] = {}
     unscored, num_options = [], 0
