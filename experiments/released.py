@@ -3,9 +3,10 @@
     python -m experiments.sweep --experiment=experiments/released.py --base=repair --seeds=5
 
 The differences are those of `configs/care_released.py`, each alone on the paper's CARE; `tokens`
-contains `kl_all`, without which it has no meaning. `batch` lies between: the mean over the batch's
-S*, under which prompts of every K' have equal credit. `released_acc` undoes `success`,
-`released_acc_no_kl` the KL too: what is left of the released code's settings.
+contains `kl_all`, without which it has no meaning, and `kl_all` the paper's KL. `batch` lies
+between: the mean over the batch's S*, under which prompts of every K' have equal credit.
+`released_acc` undoes `success`, `released_acc_no_kl` the KL too: what is left of the released
+code's settings.
 
 A rule for `batch`, fixed before RL began: `care.mean` is "batch" by default if the 95% interval of
 its lead over `care` is above 0 (held-out, mean over the steps, five seeds); else it stays eq:ppo's.
@@ -20,6 +21,7 @@ ARMS = (
     {"care": {}}
     | DIFFERENCES
     | {
+        "kl_all": DIFFERENCES["kl_all"] | {"care.beta": 0.02},  # 0 on the small tasks
         "batch": {"care.mean": "batch"},
         "released": RELEASED,
         "released_acc": _ACC,

@@ -281,16 +281,28 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_rows_that_cannot_change_the_parameters_are_not_trained_on(make_run, groups, beta):
-    """Groups without a verdict, and without a KL term rows whose advantage is 0."""
+    """Without a KL term rows whose advantage is 0."""
     credited = credit_of(groups.rollouts.tokens.shape)
     credited.advantage[1] = 0.0
-    components = np.array([[{"acc": 1.0}] * R] * B, object)
-    components[2] = [{}] * R
     run = make_run({"rl.objective": "grpo", "grpo.beta": beta})
     programs = scripted_update(credit=lambda rollouts, scores: credited)
-    found = rl.assign_credit(run, programs, groups.replace(components=components))
+    found = rl.assign_credit(run, programs, groups)
     is_trained = found.credit.is_trained.any((1, 2)).tolist()
-    assert is_trained == [True, beta > 0, False, True]
+    assert is_trained == [True, beta > 0, True, True]
+
+
+def test_credit_is_told_which_responses_were_not_judged(make_run, groups):
+    components = np.array([[{"acc": 1.0}] * R] * B, object)
+    components[2, 1] = {}
+    seen = []
+
+    def credit(rollouts, scores):
+        seen.append(scores.acc)
+        return credit_of(rollouts.tokens.shape)
+
+    run = make_run({"rl.objective": "grpo"})
+    rl.assign_credit(run, scripted_update(credit=credit), groups.replace(components=components))
+    np.testing.assert_array_equal(np.argwhere(seen[0] == 0.5), [[2, 1]])
 
 
 def test_the_log_holds_no_images_of_the_draws(run_loop, monkeypatch):
