@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 from types import ModuleType
 
 from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
+from care_jax.data.readers import hub
 
 _SUFFIXES = (".parquet", ".jsonl", ".json")
 
@@ -108,7 +108,7 @@ def find_files(path: pathlib.Path, release: Release) -> list[pathlib.Path]:
         # test-00000-of-00001.parquet, not testmini-...
         files = [f for f in files if f.stem.partition("-")[0] == release.split]
         if files:
-            _check_revisions(path, files)
+            hub.check_files(files, path, release.split)
             return files
     raise ValueError(
         f"expected {release.split}-*.parquet or {release.split}.jsonl "
@@ -124,14 +124,3 @@ def _what_is_at(path: pathlib.Path) -> str:
         return f"a {path.suffix or 'nameless'} file" if path.exists() else "nothing: no such path"
     names = sorted(str(file.relative_to(path)) for file in path.rglob("*.*") if file.is_file())
     return f"no such file ({', '.join(names[:4]) or 'the folder is empty'})"
-
-
-def _check_revisions(path: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
-    """Refuses several snapshots in huggingface_hub's cache, which repeat each row."""
-    parents = {parent for file in files for parent in file.parents}
-    revisions = sorted(str(each) for each in parents if each.parent.name == "snapshots")
-    if len(revisions) > 1:
-        raise ValueError(
-            f"expected one revision in {str(path)!r}, got {len(revisions)}: "
-            f"{', '.join(revisions)}; name one of them"
-        )

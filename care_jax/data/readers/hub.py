@@ -64,15 +64,11 @@ def check_split(name: str, split: str) -> None:
 
 def check_files(files: Sequence[pathlib.Path], root: pathlib.Path, split: str) -> None:
     """Refuses files of several revisions below a folder, and of several splits if none is asked."""
-    paths = [file.relative_to(root) for file in files]
-    revisions = {
-        "/".join(path.parts[: path.parts.index("snapshots") + 2])
-        for path in paths
-        if "snapshots" in path.parts
-    }
-    splits = set() if split else set(map(_split_of, paths)) - {""}
+    parents = {parent for file in files for parent in file.parents}
+    revisions = {str(each) for each in parents if each.parent.name == "snapshots"}
+    splits = {_split_of(file.relative_to(root)) for file in files} - {""} if not split else set()
     for kind, found, advice in (
-        ("revision", revisions, "set the source's path to the folder of one"),
+        ("revision", revisions, "name the folder of one"),
         ("split", splits, f"set the source's split to one of them, or to {ALL!r}"),
     ):
         if len(found) > 1:

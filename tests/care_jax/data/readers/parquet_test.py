@@ -71,7 +71,7 @@ def test_files_of_several_revisions_are_refused(tmp_path, write_parquet):
         row = {"q": "?", "a": ["1"], "img": None, "opts": None}
         path = tmp_path / "datasets--a--b" / "snapshots" / revision / "train-0.parquet"
         write_parquet(path, [row], TYPES)
-    message = "of one revision in .*, got datasets--a--b/snapshots/aa, .*/bb; set the source's path"
+    message = "of one revision in .*, got .*/snapshots/aa, .*/bb; name the folder"
     with pytest.raises(ValueError, match=message):
         open_source("parquet", path=str(tmp_path), columns=COLUMNS, split="train")
     path = str(tmp_path / "datasets--a--b" / "snapshots" / "aa")
