@@ -51,6 +51,7 @@ WRONG = {
     "missing": ("mmmu", {"image_1": "images/2.png"}, r"image missing \(.*images/2.png\)"),
     "broken": ("mathvista", {"image": "images/broken.png"}, r"damaged \(.*images/broken.png\)"),
     "outside": ("mathvision", {"image": "../1.png"}, r"outside the images folder \(\.\./1.png\)"),
+    "outside, in the field": ("mmmu", {"image_1": "../1.png"}, "outside the images folder"),
     "absolute": ("mathvision", {"image": "/etc/hosts"}, r"the images folder \(/etc/hosts\); hf"),
 }
 
