@@ -35,7 +35,6 @@ from care_jax.decoding.simulation import Schedule
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
-from care_jax.learning.train_step import TrainState
 from care_jax.rl.rollout_programs import compile_decoder, rollout_sizes, sampling_of
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
@@ -224,7 +223,7 @@ def _rollout_programs(
     rl, config = run.config.rl, run.policy.config
     adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
-    kept = shapes.num_bytes(state) + _reference_bytes(run, state)
+    kept = shapes.num_bytes(state) + shapes.reference_bytes(run)
     kept += (between := _slots_between(run, expected or largest))
     layout = workload.layout(run, is_decoding=True)
     moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
@@ -264,7 +263,7 @@ def _evaluation_programs(run: Run, step: StepSizes | None) -> list[Program]:
         state = abstract_state(run, make_adamw(run, stage))
         beside = 0
         if stage == "rl" and step is not None:
-            beside = _reference_bytes(run, state) + _slots_between(run, step)
+            beside = shapes.reference_bytes(run) + _slots_between(run, step)
         kept = max(kept, shapes.num_bytes(state) + beside)
     layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
     params = sharding.abstract(jax.eval_shape(compile_to_decode_layout(run), base), layout)
@@ -352,12 +351,14 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
 
     scored = []
     if num_scores := bool(run.objective.beta) + run.has_trainer_logp:
-        params = lora.without(state.params)
         beside = shapes.num_bytes(state)
-        if not run.has_reference_copy:  # scored with the parameters of the state
+        if run.has_reference_copy:
+            params = shapes.reference(run)
+        else:  # scored with the parameters of the state
+            params = lora.without(state.params)
             beside -= shapes.num_bytes(params)
         scored = [compiled("rl score", programs.score, params, beside, workload.score, num_scores)]
-    beside = _reference_bytes(run, state)
+    beside = shapes.reference_bytes(run)
     return [*scored, compiled("rl update", programs.update, state, beside, workload.train)]
 
 
@@ -415,9 +416,3 @@ def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Prog
 def _slots_between(run: Run, step: StepSizes) -> int:
     """Bytes on one chip of the slots that rl.carry_over keeps on it, see `decoding.queue`."""
     return 0 if "rollouts" in run.config.model.offload else carried_bytes(run, step)
-
-
-def _reference_bytes(run: Run, state: TrainState) -> int:
-    """Bytes of the reference policy on the devices, see `update_batch.copy_reference`."""
-    has_copy = run.has_reference_copy and "reference" not in run.config.model.offload
-    return shapes.num_bytes(state.params) if has_copy else 0

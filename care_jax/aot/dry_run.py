@@ -175,8 +175,8 @@ def _memory(run: Run) -> Iterator[str]:
     yield f"{_gib(params)} weights"
     yield f"{_gib(shapes.num_bytes(state) - params)} optimizer state"
     if "rl" in stages:
-        if run.has_reference_copy and "reference" not in run.config.model.offload:
-            yield f"{_gib(params)} reference policy"
+        if reference := shapes.reference_bytes(run):
+            yield f"{_gib(reference)} reference policy"
         layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
         decoding = jax.eval_shape(compile_to_decode_layout(run), state.params)
         num_bytes = shapes.num_bytes(sharding.abstract(decoding, layout))

@@ -5,6 +5,7 @@ Every prompt fills the largest bucket and has an image; every response has the m
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 from collections.abc import Callable
@@ -21,10 +22,13 @@ from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
 from care_jax.data.prompts import open_tokenizer
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.slots import Slots, abstract_slots
+from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.prompts.builder import backbone_config
+from care_jax.rl.update_batch import as_reference
 from care_jax.run.policy import Policy
-from care_jax.run.run import Run
+from care_jax.run.run import Run, abstract_params
+from models.backbone import Params
 from models.positions import ImagePatches, pack_images
 from models.release import config_json
 from models.release.known import RELEASES
@@ -157,6 +161,19 @@ def _images(
     patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
     images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
     return jax.tree.map(lambda x: on_batch(rows_sharding, size, *x.shape[1:])(x.dtype), images)
+
+
+def reference(run: Run) -> Params:
+    """The reference policy while it scores, see `update_batch.copy_reference`."""
+    params = abstract_params(run)
+    shapes = jax.eval_shape(functools.partial(as_reference, run), params)
+    return sharding.abstract(shapes, sharding.of(params))
+
+
+def reference_bytes(run: Run) -> int:
+    """Bytes of the reference policy that one device keeps."""
+    has_copy = run.has_reference_copy and "reference" not in run.config.model.offload
+    return num_bytes(reference(run)) if has_copy else 0
 
 
 def num_bytes(tree: Any) -> int:

@@ -11,6 +11,7 @@ Letters: N prompts of an update, B those of this process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
@@ -104,9 +105,19 @@ def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
     """The reference policy of the KL term; None if β = 0, or if LoRA keeps its weights frozen."""
     if not run.has_reference_copy:
         return None
+    reference = as_reference(run, params)
     if "reference" in run.config.model.offload:
-        return jax.device_put(params, sharding.on_host(sharding.of(params)))
-    return jax.tree.map(jnp.copy, params)
+        return jax.device_put(reference, sharding.on_host(sharding.of(reference)))
+    return reference
+
+
+def as_reference(run: Run, params: backbone.Params) -> backbone.Params:
+    """A copy whose decoder is of `model.compute_dtype`, in which alone its weights are read.
+
+    The vision encoder reads some of its own in float32.
+    """
+    text = functools.partial(jnp.array, dtype=run.config.model.compute_dtype, copy=True)
+    return jax.tree.map(jnp.copy, params) | {"text": jax.tree.map(text, params["text"])}
 
 
 def put_scored(

@@ -1,10 +1,13 @@
 """Parameters: what their axes are called, and what they are drawn from."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_backbones import all_families
 
 from models import backbone
+from models.attention.packed import causal_reach
 
 
 def test_axes_name_every_dimension_and_every_model_axis(config):
@@ -39,3 +42,21 @@ def test_init_has_variance_one_over_fan_in_and_differs_by_layer(config):
     if config.text.qkv_bias:
         assert not np.any(params["layers"]["attention"]["q"]["bias"])
     assert np.all(params["norm"]["scale"] == 1)
+
+
+@all_families
+def test_a_decoder_reads_its_weights_in_the_compute_dtype_alone(config, params):
+    """A reference policy kept in bfloat16 has the log-probabilities of the float32 weights."""
+    tokens = jnp.arange(12)[None]
+    positions = jnp.repeat(tokens[..., None], 3, axis=-1)
+    mask = backbone.text_mask(causal_reach(jnp.zeros_like(tokens)), config)
+
+    @jax.jit
+    def logits_of(params):
+        x = backbone.embed(params, tokens, dtype=jnp.bfloat16)
+        hidden, _ = backbone.forward(params, x, positions, mask, config)
+        return backbone.policy_logits(params, hidden, config)
+
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params["text"])
+    assert low["norm"]["scale"].dtype != params["text"]["norm"]["scale"].dtype
+    np.testing.assert_array_equal(logits_of({"text": low}), logits_of({"text": params["text"]}))

@@ -14,7 +14,8 @@ from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import prompt_sizes
 from care_jax.rl.rollout_programs import num_context_tokens
-from care_jax.run.run import Run
+from care_jax.rl.update_batch import as_reference
+from care_jax.run.run import Run, abstract_params
 from configs import tiny
 from models.release.known import RELEASES
 
@@ -68,6 +69,19 @@ def test_batches_are_those_that_packing_makes(run, image_prompts, correction):
     jax.tree.map(assert_same, shapes.train_batch(run, 4), sharding.put_batch(made, place))
     imitated = ImitationBatch(made.rows, made.old_logp)
     jax.tree.map(assert_same, shapes.imitation_batch(run, 4), sharding.put_batch(imitated, place))
+
+
+@pytest.mark.parametrize(("offload", "is_kept"), [((), True), (("reference",), False)])
+def test_the_reference_is_the_one_that_scores(run, params, offload, is_kept):
+    run.config.model.update(compute_dtype="bfloat16", offload=offload)
+    run.config.care.beta = 0.02
+    layout = sharding.of(abstract_params(run))
+    made = as_reference(run, jax.device_put(params, layout))
+    jax.tree.map(assert_same, shapes.reference(run), made)
+    assert shapes.reference_bytes(run) == is_kept * shapes.num_bytes(made)
+    run.config.care.beta = 0.0
+    run.__dict__.pop("objective")
+    assert not shapes.reference_bytes(run)
 
 
 def test_a_context_is_as_long_as_the_budget_and_the_cue(run, policy):

@@ -241,3 +241,22 @@ def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):
 
     list(put_scored(run, score, [batch], params, None))
     assert seen == [{"text": {"kernel": 3.0}}]
+
+
+@pytest.mark.parametrize(
+    ("offload", "dtype"), [((), "float32"), ((), "bfloat16"), (("reference",), "bfloat16")]
+)
+def test_the_reference_is_a_copy_with_the_decoder_in_the_compute_dtype(
+    make_run, params, offload, dtype
+):
+    run = make_run({"care.beta": 0.1, "model.compute_dtype": dtype, "model.offload": offload})
+    params = jax.device_put(jax.tree.map(jnp.copy, params), jax.devices()[0])
+    expected = jax.device_get(params)
+    reference = update_batch.copy_reference(run, params)
+    jax.tree.map(lambda a: a.delete(), params)  # as an update does, which is given its state
+    expected["text"] = jax.tree.map(lambda a: a.astype(dtype), expected["text"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(reference), expected)
+    assert {a.dtype for a in jax.tree.leaves(reference["text"])} == {jnp.dtype(dtype)}
+    assert {a.dtype for a in jax.tree.leaves(reference["vision"])} == {jnp.dtype("float32")}
+    memories = {a.sharding.memory_kind for a in jax.tree.leaves(reference)}
+    assert memories == {"pinned_host" if offload else "device"}
