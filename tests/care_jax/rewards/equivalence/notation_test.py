@@ -63,9 +63,9 @@ quickly = settings(deadline=None, derandomize=True, max_examples=100)
         ("{7}", "7"),
         ("The final answer is 7.", "7"),
         ("We find that $x < 3$.", "x < 3"),
-        ("It is not $x$.", "It is not x"),
-        ("It is less than $x$.", "It is less than x"),
-        ("It is either two or $x$.", "It is either two or x"),
+        ("It is not $x$.", "not x"),
+        ("It is less than $x$.", "less than x"),
+        ("It is either two or $x$.", "either two or x"),
         ("x^{\\prime\\prime}", "x''"),
     ],
 )
