@@ -27,7 +27,7 @@ def get_config(first: str = "rl") -> ConfigDict:
     # An image becomes at most about 64 tokens. The built-in tokenizer has about two
     # characters of English per token.
     data.max_pixels = 128 * 128
-    data.buckets = ((512, 1024), (16384, 4096))
+    data.buckets = ((512, 1024), (4096, 4096), (16384, 4096))
 
     sft = config.sft
     sft.num_steps, sft.batch_size, sft.microbatch_size = 100, 16, 1

@@ -28,7 +28,7 @@ def write_rows(folder, name, num_rows, text="", **more):
 
 
 @pytest.mark.parametrize(
-    ("first", "length"), [("sft", 6), pytest.param("rl", 300, marks=pytest.mark.exhaustive)]
+    ("first", "length"), [("sft", 6), pytest.param("rl", 60, marks=pytest.mark.exhaustive)]
 )
 def test_a_run_on_own_rows_needs_only_their_paths(tmp_path, first, length):
     for number, size in enumerate(SIZES):
