@@ -10,6 +10,8 @@ import threading
 import time
 from typing import NoReturn
 
+from care_jax.run.run import saved_steps
+
 STATUS = 130  # as shells report it
 _SAME = 0.5  # seconds; a second signal within them is the first, forwarded by a wrapper
 _is_repeated = threading.Event()  # the next SIGINT is a repetition by `raise_again`
@@ -85,10 +87,9 @@ def message(workdir: pathlib.Path, *, trains: bool, is_dry: bool = False) -> str
     if not trains:
         return "stopped by Ctrl-C; finished answers are kept; run the same command to go on"
     for stage in ("rl", "sft"):
-        names = [path.name for path in (workdir / "checkpoints" / stage).glob("*")]
-        if steps := [int(name) for name in names if name.isdecimal()]:
+        if steps := saved_steps(workdir, stage):
             return (
-                f"stopped by Ctrl-C; steps after checkpoint {stage} {max(steps)} are lost; run "
+                f"stopped by Ctrl-C; steps after checkpoint {stage} {steps[-1]} are lost; run "
                 "the same command to resume"
             )
     return "stopped by Ctrl-C; nothing was saved yet; run the same command to start over"

@@ -226,8 +226,12 @@ def has_checkpoint(run: Run, stage: str) -> bool:
 
 
 def saved_steps(workdir: pathlib.Path, stage: str) -> list[int]:
-    """The steps of a stage, "sft" or "rl", whose checkpoints are not set aside, in order."""
-    names = [path.name for path in (workdir / "checkpoints" / stage).glob("*")]
+    """The steps of a stage, "sft" or "rl", whose checkpoints are whole and not set aside, in order.
+
+    Orbax writes a file last. On a bucket an unfinished save has the name of a whole one.
+    """
+    files = (workdir / "checkpoints" / stage).glob("*/commit_success.txt")
+    names = [file.parent.name for file in files]
     return sorted(int(name) for name in names if name.isdecimal())
 
 

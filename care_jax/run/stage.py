@@ -88,11 +88,11 @@ def open_stage(
         try:
             yield stage
         except distributed.Preempted as stopped:
-            stage.save()
+            stage.save_now()
             where = stopped.args or (f"before {name} step {stage.num_done}",)
             raise distributed.Preempted(*where) from None
         except RewardFailed:
-            stage.save()
+            stage.save_now()
             raise
 
 
@@ -250,7 +250,14 @@ class Stage:
         began = time.perf_counter()
         self._check.check(self.num_done, self.state, self._loss)
         if self._is_evaluated(num_done):
-            is_saved |= self.checkpoints.is_among_best(self._measure())
+            try:
+                metrics = self._measure()
+            except Exception:
+                # The steps are not lost with it. Other processes may still be evaluating.
+                if distributed.is_alone():
+                    self.save_now()
+                raise
+            is_saved |= self.checkpoints.is_among_best(metrics)
         self._timed = self._timed[0] + time.perf_counter() - began, self._timed[1]
         if is_saved:
             self.save()
@@ -281,6 +288,11 @@ class Stage:
             metrics if step == self.num_done else None,
             self.saved_beside(),
         )
+
+    def save_now(self) -> None:
+        """As `save`, and waits for it. OSError: it could not be written."""
+        self.save()
+        self.checkpoints.wait()
 
     def _loss(self) -> float | None:
         """Loss of the current policy on the last batch, in nats per token."""

@@ -13,6 +13,7 @@ import time
 
 import jax
 import pytest
+from scripted import make_step
 
 from care_jax import main
 from care_jax.batch import Example
@@ -290,8 +291,9 @@ def test_device_memory_that_runs_out_is_one_line(ended):
 def test_ctrl_c_says_what_is_lost(ended, tmp_path):
     end = "run the same command to start over\n"
     assert ended(KeyboardInterrupt()) == (130, f"stopped by Ctrl-C; nothing was saved yet; {end}")
-    for name in ("sft/400", "rl/8", "rl/10", "rl/12.orbax-checkpoint-tmp"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "rl" / "14").mkdir(parents=True)  # unfinished, on a bucket
+    for stage, step in (("sft", 400), ("rl", 8), ("rl", 10), ("rl", "12.orbax-checkpoint-tmp")):
+        make_step(tmp_path, stage, step)
     lost = (
         "stopped by Ctrl-C; steps after checkpoint rl 10 are lost; run the same command to resume"
     )
@@ -304,7 +306,7 @@ def test_ctrl_c_says_what_is_lost(ended, tmp_path):
 
 def test_ctrl_c_finds_the_checkpoints_of_a_workdir_in_the_home(ended, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "run" / "checkpoints" / "rl" / "10").mkdir(parents=True)
+    make_step(tmp_path / "run", "rl", 10)
     status, line = ended(KeyboardInterrupt(), workdir="~/run")
     assert status == 130 and "steps after checkpoint rl 10 are lost" in line
 

@@ -13,6 +13,14 @@ from care_jax.stages.rl import UpdatePrograms
 STEPS, B, R, T = 4, 4, 3, 9
 
 
+def make_step(workdir, stage, step):
+    """The folder of a checkpoint with nothing but the file that says it is whole."""
+    folder = workdir / "checkpoints" / stage / f"{step}"
+    folder.mkdir(parents=True)
+    (folder / "commit_success.txt").touch()
+    return folder
+
+
 def groups_of(rollouts, seed=0, questions=None):
     """Groups of B prompts; no two numbers in them are alike."""
     rng = np.random.default_rng(seed)

@@ -7,6 +7,7 @@ import shutil
 import jax
 import pytest
 from PIL import Image
+from scripted import make_step
 
 from care_jax import main
 from care_jax.aot import dry_run
@@ -132,8 +133,8 @@ def saved(one_device, tmp_path):
     run = open_run(tiny.get_config(), tmp_path / "run")
 
     def save(stage, step):
-        folder = tmp_path / "run" / "checkpoints" / stage / step / "progress"
-        folder.mkdir(parents=True)
+        folder = make_step(tmp_path / "run", stage, step) / "progress"
+        folder.mkdir()
         settings = resume.settings(run.config, stage)
         text = json.dumps({"fingerprint": run.fingerprint(), "settings": settings})
         (folder / "metadata").write_text(text)

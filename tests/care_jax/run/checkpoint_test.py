@@ -24,6 +24,7 @@ from care_jax.devices.sharding import abstract
 from care_jax.learning.optimizer import make_optimizer
 from care_jax.run import checkpoint, integrity, mounts
 from care_jax.run.checkpoint import Checkpoints, InFlightSave
+from care_jax.run.run import saved_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 FINGERPRINT = {"family": "qwen2_5_vl", "text": {"hidden_size": 64, "mrope_section": (2, 3, 3)}}
@@ -238,7 +239,8 @@ def save_and_die(folder: str, moment: str, is_bucket: bool) -> None:
     ],
 )
 def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, monkeypatch, moment, is_bucket):
-    arguments = f"{str(tmp_path)!r}, {moment!r}, {is_bucket}"
+    folder = tmp_path / "checkpoints" / "rl"
+    arguments = f"{str(folder)!r}, {moment!r}, {is_bucket}"
     code = f"import checkpoint_test as t; t.save_and_die({arguments})"
     path = os.pathsep.join((str(ROOT), str(pathlib.Path(__file__).parent)))
     child = subprocess.run(
@@ -249,15 +251,16 @@ def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, monkeypatch, mome
     )
     assert child.returncode == -signal.SIGKILL, child.stderr
     left_over = "2" if is_bucket else "2.*"
-    assert [left.name for left in tmp_path.glob(left_over)]
+    assert [left.name for left in folder.glob(left_over)]
+    assert saved_steps(tmp_path, "rl") == [1]
     monkeypatch.setattr(mounts, "is_fuse", lambda folder: is_bucket)
-    with checkpoints(tmp_path) as saved:
+    with checkpoints(folder) as saved:
         assert saved.latest_step == 1
         got = saved.restore(abstract(make_state()))
         assert_equal(got.state, make_state(1.0))
         assert got.step == 1
         saved.save(3, make_state(3.0), {})
-    assert sorted(left.name for left in tmp_path.iterdir()) == ["1", "3"]
+    assert sorted(left.name for left in folder.iterdir()) == ["1", "3"]
 
 
 @pytest.mark.parametrize("is_bucket", [False, True])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from abstract import assert_same
 from flax.traverse_util import flatten_dict
+from scripted import make_step
 
 from care_jax.devices import placement, sharding
 from care_jax.devices.sharding import make_mesh
@@ -160,7 +161,7 @@ def test_a_step_to_export_is_looked_for_in_the_workdir(policy, tmp_path):
     with pytest.raises(ValueError, match=r"export\.step 7 must be a checkpoint of rl"):
         open_run(config, tmp_path, policy=policy)
     for name in ("7", "9.damaged"):
-        (tmp_path / "checkpoints" / "rl" / name).mkdir(parents=True)
+        make_step(tmp_path, "rl", name)
     assert open_run(config, tmp_path, policy=policy).config.export.step == "7"
 
 

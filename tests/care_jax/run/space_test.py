@@ -5,6 +5,7 @@ import shutil
 
 import jax
 import pytest
+from scripted import make_step
 
 from care_jax.run import space
 from care_jax.run.run import abstract_params
@@ -39,7 +40,7 @@ def test_checkpoints_that_will_be_there_at_once_need_room(
 ):
     run = make_run(changes)
     for step in saved:
-        (run.workdir / "checkpoints" / "rl" / f"{step}").mkdir(parents=True)
+        make_step(run.workdir, "rl", step)
     assert check(monkeypatch, run, enough) == ""
     if enough > 1:
         warning = check(monkeypatch, run, enough - 0.1)

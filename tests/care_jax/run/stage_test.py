@@ -1,5 +1,6 @@
 """Evaluation inside a stage, around scripted programs: when, of which weights, what it leaves."""
 
+import errno
 import json
 import re
 
@@ -11,6 +12,8 @@ from scripted import LOOP, STEPS, Script
 
 from care_jax.devices import distributed
 from care_jax.learning.train_step import TrainState
+from care_jax.rewards.failures import RewardFailed
+from care_jax.run import integrity
 from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.run import open_checkpoints
 from care_jax.run.stage import open_stage
@@ -29,15 +32,15 @@ class Stream:
 
 
 class Evaluate:
-    """Accuracies by step; may be told to stop at one."""
+    """Accuracies by step; may be told to stop at one, by an error."""
 
-    def __init__(self, accs=None, stops_at=None):
-        self.accs, self.stops_at = accs or {}, stops_at
+    def __init__(self, accs=None, stops_at=None, error=distributed.Preempted):
+        self.accs, self.stops_at, self.error = accs or {}, stops_at, error
         self.seen = []
 
     def __call__(self, params, *, name, step):
         if step == self.stops_at:
-            raise distributed.Preempted("in the evaluation")
+            raise self.error("in the evaluation")
         self.seen.append((name, step, float(params["text"]["w"])))
         return {"acc": self.accs.get(step, 0.5)}
 
@@ -130,6 +133,32 @@ def test_a_run_stopped_inside_an_evaluation_makes_up_for_it(run_loop, make_run, 
     assert saved_in(tmp_path) == [2, 4]
     with open_checkpoints(make_run(LOOP | changes), "rl") as saved:
         assert saved.best_step == 2
+
+
+@pytest.mark.parametrize(("is_alone", "saved"), [(True, [2]), (False, [])])
+def test_an_evaluation_that_fails_loses_no_step(run_loop, monkeypatch, tmp_path, is_alone, saved):
+    """With several processes the others may be in the evaluation, and would wait for the save."""
+    monkeypatch.setattr(distributed, "is_alone", lambda: is_alone)
+    with pytest.raises(RuntimeError, match="in the evaluation"):
+        run_loop(changes=EVERY_OTHER, evaluate=Evaluate(stops_at=2, error=RuntimeError))
+    assert saved_in(tmp_path) == saved
+
+
+@pytest.mark.parametrize("stops", [distributed.Preempted, RewardFailed])
+def test_a_save_that_fails_at_the_end_is_the_error(make_run, monkeypatch, stops):
+    """The step is lost, which "stopped; run the same command" would not say."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(integrity, "write_manifest", full)
+    state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
+    with (
+        pytest.raises(OSError, match="No space left"),
+        open_stage(make_run({"checkpoint_every": 9}), "rl", state, None) as stage,
+    ):
+        stage.finish(0)
+        raise stops("by a signal")
 
 
 def test_a_step_saved_late_keeps_its_evaluation(run_loop, make_run, tmp_path):

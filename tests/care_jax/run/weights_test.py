@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripted import make_step
 
 from care_jax.devices import sharding
 from care_jax.run import weights
@@ -87,7 +88,7 @@ def test_a_resumed_run_reads_initial_weights_only_for_the_reference(
 ):
     run = make_run(changes)
     for name in saved:
-        (run.workdir / "checkpoints" / name / "7").mkdir(parents=True)
+        make_step(run.workdir, name, 7)
     found = jax.tree.leaves(weights.start_of(run, stage))
     assert {isinstance(leaf, jax.Array) for leaf in found} == {is_read}
     assert len(found) == len(jax.tree.leaves(weights.start(run)))
