@@ -23,6 +23,7 @@ import tensorboardX.summary
 
 from care_jax.devices import compilation, distributed
 from care_jax.report import about, pictures
+from care_jax.report.console import print_line
 from care_jax.report.records import keep_records, read_records
 from care_jax.report.trackers import Mlflow, TrackedRun, Wandb, columns
 
@@ -125,8 +126,11 @@ class MetricWriter:
         self._keep_refusals(self._boards[stage], folder)
         if self._settings:
             self._describe(stage)
-        for tracker in self._trackers:
-            tracker.begin(stage)
+        if len(self._boards) == 1:  # in the run's first seconds, such as of a wrong key
+            for tracker in self._trackers:
+                tracker.begin(stage)
+        else:
+            self._track(lambda tracker: tracker.begin(stage))
 
     def has_line(self, stage: str, step: int) -> bool:
         """Whether metrics.jsonl has the line of a step; the same on all processes."""
@@ -166,8 +170,7 @@ class MetricWriter:
             self._boards[stage].add_scalar(name, value, step)
         if self._refused is not None:
             raise self._refused
-        for tracker in self._trackers:
-            tracker.log(stage, step, values)
+        self._track(lambda tracker: tracker.log(stage, step, values))
 
     def show(self, stage: str, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Sends prompts and responses to TensorBoard, as images and text, and to the trackers.
@@ -181,8 +184,20 @@ class MetricWriter:
             if (image := pictures.first(group)) is not None:
                 pixels = np.asarray(image.convert("RGB"))
                 self._boards[stage].add_image(f"rollouts/{number}", pixels, step, dataformats="HWC")
-        for tracker in self._trackers:
-            tracker.show(stage, step, groups)
+        self._track(lambda tracker: tracker.show(stage, step, groups))
+
+    def _track(self, call: Callable[[Wandb | Mlflow], None]) -> None:
+        """Calls every tracker; one that fails is left out from then on."""
+        for tracker in [*self._trackers]:
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                reason = " ".join(str(error).split()) or type(error).__name__
+                print_line(
+                    f"{type(tracker).__name__} failed ({reason}); the run goes on without it, and "
+                    f"{self.path} has the metrics"
+                )
 
     def _counted(self, stage: str) -> dict[str, int]:
         values: Counter[str] = Counter()
@@ -196,8 +211,7 @@ class MetricWriter:
         """Closes TensorBoard and the trackers, which show whether an exception ended the run."""
         for board in self._boards.values():
             board.close()
-        for tracker in self._trackers:
-            tracker.close(error)
+        self._track(lambda tracker: tracker.close(error))
         if self._refused is not None:
             raise self._refused
 

@@ -6,6 +6,7 @@ Letters: N prompts of a step, R rows per prompt.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -33,8 +34,9 @@ from care_jax.rl.rollout import gather_groups
 from care_jax.run.run import Run
 from care_jax.run.stage import Stage
 
-# Printed of a step, under these names.
+_MOST_SHOWN = 200  # steps whose groups TensorBoard and the trackers have, about 1 MB each
 _ROUTES = "routes/differ"  # how the names of `routing.differing` begin
+# Printed of a step, under these names.
 _SHOWN = {"reward": "reward", "acc": "sampled acc", "fmt": "format", "reflect_success": "repaired"}
 _SHOWN |= {"rescue_rate": "rescued", "response_tokens": "length", "grad_norm": "grad_norm"}
 
@@ -164,7 +166,8 @@ class StepLog:
         shown = self._report.add(
             step, with_penalty(groups, run.objective.overlong), is_logged=self.stage.is_logged(step)
         )
-        run.metrics.show("rl", step, shown)
+        if step % math.ceil(run.config.rl.num_steps / _MOST_SHOWN) == 0:
+            run.metrics.show("rl", step, shown)
         self._seconds = time.perf_counter() - began
 
     def _mismatch(self, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

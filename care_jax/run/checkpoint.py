@@ -201,10 +201,15 @@ class Checkpoints:
         """Whether the last save ended with an error; False while it goes on.
 
         Raises:
-            OSError: the save before it failed too.
+            OSError: the save before it failed too, or it failed on this of several processes.
         """
         if not self._manager.is_saving_in_progress():
             self._settle()
+        elif not distributed.is_alone():
+            # The processes wait for each other to commit a step, for 20 minutes if one has failed,
+            # and could not save it again meanwhile. Its error ends them all.
+            with self._with_os_errors():
+                self._manager.check_for_errors()
         return self._error is not None
 
     def _settle(self) -> None:

@@ -46,7 +46,7 @@ from care_jax.run.versions import versions
 from care_jax.stages.answering import Decode, compile_answering, decode_batches, make_decoder
 from models import backbone
 
-_NUM_JUDGED = 256  # kept samples that are judged anew before they are written
+_AT_ONCE = 256  # kept samples that are gathered, through the devices, or judged anew
 
 
 def open_benchmarks(config: ConfigDict) -> list[Benchmark]:
@@ -298,7 +298,9 @@ def _answer(
     """
     is_writer = jax.process_index() == 0
     kept = read(path, digest) if is_writer and digest else []
-    samples: list[Sample] = distributed.gather_json(kept)[0]
+    samples: list[Sample] = []
+    for start in range(0, distributed.gather_json(len(kept))[0], _AT_ONCE):
+        samples += distributed.gather_json(kept[start : start + _AT_ONCE])[0]
     done = {sample["doc_id"] for sample in samples}
     if len(done) == len(questions.examples) > 0:
         print_line(
@@ -307,8 +309,8 @@ def _answer(
         )
     if is_writer:
         write_whole(path, "".join(map(to_line, kept)))
-    for start in range(0, len(samples), _NUM_JUDGED):
-        chunk = slice(start, start + _NUM_JUDGED)
+    for start in range(0, len(samples), _AT_ONCE):
+        chunk = slice(start, start + _AT_ONCE)
         if samples[chunk] != (judged := _judged_anew(questions, samples[chunk])):
             samples[chunk] = judged
             if is_writer:

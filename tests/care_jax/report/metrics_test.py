@@ -127,6 +127,45 @@ def test_wandb_gets_the_same_names_and_a_resumed_stage_its_own_run(tmp_path, mon
     assert stub.finished == ["rl", "evaluate_rl"] * 2
 
 
+@pytest.mark.parametrize("failing", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
+    tmp_path, monkeypatch, capsys, failing
+):
+    """But for the first stage's begin, in the run's first seconds."""
+
+    class Failing(Wandb):
+        def init(self, **settings):
+            if failing == "init" and self.started:
+                raise ConnectionError("no\nroute")
+            online = super().init(**settings)
+
+            def fail(*_, **__):
+                raise ConnectionError("no\nroute")
+
+            if failing != "init":
+                monkeypatch.setattr(type(online), failing, fail)
+            return online
+
+    stub = Failing()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    with MetricWriter(tmp_path, wandb_project="project") as writer:
+        for step in range(2):
+            writer.write("sft", step, {"acc": 1})
+        writer.write("rl", 0, {"acc": 1})
+    said = f"Wandb failed (no route); the run goes on without it, and {writer.path} has the metrics"
+    assert capsys.readouterr().out.count(said) == 1
+    assert len(writer.path.read_text().splitlines()) == 3
+    assert len(stub.logged) == {"init": 2, "log": 0, "finish": 3}[failing]
+
+
+def test_a_tracker_that_cannot_begin_stops_the_run(tmp_path, monkeypatch):
+    stub = Wandb()
+    monkeypatch.setattr(stub, "init", lambda **_: (_ for _ in ()).throw(ValueError("no api key")))
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    with pytest.raises(ValueError, match="no api key"):
+        MetricWriter(tmp_path, wandb_project="project").begin("rl")
+
+
 def test_prompts_and_responses_are_a_table_on_wandb_and_text_and_images_on_tensorboard(
     tmp_path, monkeypatch
 ):

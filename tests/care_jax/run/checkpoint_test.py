@@ -576,3 +576,18 @@ def test_steps_that_were_swapped_are_not_restored(folder, capfd):
     with pytest.raises(ValueError, match=r"is damaged \(4\.damaged, 6\.damaged\)"):
         checkpoints(folder)
     assert "checkpoint 4 is damaged: its files are those of checkpoint 6" in capfd.readouterr().err
+
+
+def test_one_of_several_processes_that_cannot_save_ends_the_run(tmp_path, monkeypatch):
+    """The others wait for it to commit the step, and it for them, so the save goes on."""
+    saved = checkpoints(tmp_path)
+    monkeypatch.setattr(distributed, "is_alone", lambda: False)
+    monkeypatch.setattr(saved._manager, "is_saving_in_progress", lambda: True)
+    assert not saved.has_failed()
+
+    def failed():
+        raise ValueError(FULL)
+
+    monkeypatch.setattr(saved._manager, "check_for_errors", failed)
+    with pytest.raises(OSError, match="No space left"):
+        saved.has_failed()

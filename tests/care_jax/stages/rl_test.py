@@ -19,6 +19,7 @@ from care_jax.learning import optimizer
 from care_jax.learning.logprobs import ForwardOptions
 from care_jax.learning.train_step import TrainState
 from care_jax.method import credit
+from care_jax.report.metrics import MetricWriter
 from care_jax.rl import rollout_programs, step_metrics
 from care_jax.run import checkpoint, weights
 from care_jax.run import stage as run_stage
@@ -418,6 +419,14 @@ def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loo
         assert [response["reason"].partition(".")[2] for response in group["responses"]] == [
             f"{place}.{row}" for row in range(R)
         ]
+
+
+def test_tensorboard_and_trackers_get_the_groups_of_few_steps(run_loop, monkeypatch):
+    shown = []
+    monkeypatch.setattr(step_metrics, "_MOST_SHOWN", STEPS // 2)
+    monkeypatch.setattr(MetricWriter, "show", lambda *given: shown.append(given[2]))
+    run_loop()
+    assert shown == [*range(0, STEPS, 2)]
 
 
 def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):
