@@ -29,7 +29,8 @@ def test_an_evaluation_goes_on_behind_the_samples_it_has(benchmark_run, asked):
     assert path.read_text().split("\n")[1:] == whole.split("\n")[1:]
 
 
-def test_samples_are_taken_over_for_the_same_weights_alone(make_run, examples, asked):
+def test_samples_are_taken_over_for_the_same_weights_alone(make_run, examples, asked, monkeypatch):
+    monkeypatch.setattr(evaluate, "_AT_ONCE", 2)
     run = make_run(SETTINGS)
     evaluator = evaluate.Evaluator(run, examples, [])
     others = {"w": jnp.ones(3)}
