@@ -51,10 +51,22 @@ class InFlightSave(NamedTuple):
 
 
 class _Manager(ocp.CheckpointManager):
-    """Disables Orbax's preemption check, whose steps would mix with the run's sync points."""
+    """Keeps the error of a save that still waits for other processes.
+
+    Disables Orbax's preemption check, whose steps would mix with the run's sync points.
+    """
+
+    failure: Exception | None = None
 
     def reached_preemption(self, step: int) -> bool:
         return False
+
+    def _wait_for_checkpointers(self) -> None:
+        try:
+            super()._wait_for_checkpointers()
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 class Checkpoints:
@@ -187,6 +199,7 @@ class Checkpoints:
                 f"step {step} is saved instead"
             )
         self._error, self._is_retry = None, self._error is not None
+        self._manager.failure = None
         self._saving = step
         self._values[step] = dict(metrics or {})
         items: dict[str, Any] = {"state": ocp.args.StandardSave(state)}
@@ -205,11 +218,11 @@ class Checkpoints:
         """
         if not self._manager.is_saving_in_progress():
             self._settle()
-        elif not distributed.is_alone():
+        elif self._manager.failure is not None and not distributed.is_alone():
             # The processes wait for each other to commit a step, for 20 minutes if one has failed,
             # and could not save it again meanwhile. Its error ends them all.
             with self._with_os_errors():
-                self._manager.check_for_errors()
+                raise self._manager.failure
         return self._error is not None
 
     def _settle(self) -> None:

@@ -448,43 +448,64 @@ def test_a_step_without_sums_is_restored_with_a_line(tmp_path, capfd):
     assert capfd.readouterr().err == line
 
 
+def shared_state(step: int) -> dict[str, jax.Array]:
+    """Of one array, of which each of two processes has half."""
+    place = NamedSharding(sharding.make_mesh(1, 2, 1), P("fsdp"))
+    values = np.full((8, 4), step, np.float32)
+    return {"w": jax.make_array_from_callback(values.shape, place, lambda part: values[part])}
+
+
 def save_damage_and_restore(folder: str, port: str, index: str, is_bucket: str) -> None:
     """Runs in two processes of one run; the first one's files of step 2 are damaged."""
     distributed.start(f"127.0.0.1:{port}", 2, int(index))
     checkpoint._QUICK_BYTES = -1
     mounts.is_fuse = lambda folder: is_bucket == "True"
-    place = NamedSharding(sharding.make_mesh(1, 2, 1), P("fsdp"))
-
-    def state_of(step):
-        values = np.full((8, 4), step, np.float32)
-        return {"w": jax.make_array_from_callback(values.shape, place, lambda part: values[part])}
-
     with checkpoints(folder) as saved:
         for step in (1, 2):
-            saved.save(step, state_of(step), {})
+            saved.save(step, shared_state(step), {})
         saved.wait()
         if index == "0":
             path = next(pathlib.Path(folder).glob("2/state/d/*"))
             path.write_bytes(bytes(len(path.read_bytes())))
         distributed.gather_json(0)  # a barrier: the file is damaged
-        restored = saved.restore(abstract(state_of(0)))
+        restored = saved.restore(abstract(shared_state(0)))
         assert saved.steps == [1]
     values = [shard.data.max() for shard in restored.state["w"].addressable_shards]
     print(f"restored {restored.step}: {values}", flush=True)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("is_bucket", [False, True])
-def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
+def save_and_fail(folder: str, port: str, index: str) -> None:
+    """Runs in two processes of one run; the first one cannot write its part of step 1."""
+    distributed.start(f"127.0.0.1:{port}", 2, int(index))
+
+    def refused(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    integrity.write_manifest = refused
+    saved, ended = checkpoints(folder), pathlib.Path(folder, "ended")
+    saved.save(1, shared_state(1), {})
+    while not ended.exists():
+        try:
+            assert not saved.has_failed()
+        except OSError as error:
+            print(error, flush=True)
+            ended.touch()
+        time.sleep(0.1)
+    os._exit(0)  # or it would wait for the save
+
+
+def in_two_processes(function: str, *arguments: str) -> list[tuple[str, str]]:
+    """The outputs and errors of a function here, called with (folder, port, index, ...)."""
+    folder, *more = arguments
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     path = os.pathsep.join((str(ROOT), str(pathlib.Path(__file__).parent)))
     environment = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    code = "import checkpoint_test as t, sys; t.save_damage_and_restore(*sys.argv[1:])"
+    code = f"import checkpoint_test as t, sys; t.{function}(*sys.argv[1:])"
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), str(port), str(index), str(is_bucket)],
+            [sys.executable, "-c", code, folder, str(port), str(index), *more],
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -492,7 +513,13 @@ def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
         )
         for index in range(2)
     ]
-    ends = [child.communicate(timeout=120) for child in children]
+    return [child.communicate(timeout=120) for child in children]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
+    ends = in_two_processes("save_damage_and_restore", str(tmp_path), str(is_bucket))
     assert all(out.endswith("restored 1: [Array(1., dtype=float32)]\n") for out, _ in ends), ends
     lines = [error.count("checkpoint 2 is damaged: state/d/") for _, error in ends]
     assert lines == [1, 0]
@@ -578,16 +605,8 @@ def test_steps_that_were_swapped_are_not_restored(folder, capfd):
     assert "checkpoint 4 is damaged: its files are those of checkpoint 6" in capfd.readouterr().err
 
 
-def test_one_of_several_processes_that_cannot_save_ends_the_run(tmp_path, monkeypatch):
-    """The others wait for it to commit the step, and it for them, so the save goes on."""
-    saved = checkpoints(tmp_path)
-    monkeypatch.setattr(distributed, "is_alone", lambda: False)
-    monkeypatch.setattr(saved._manager, "is_saving_in_progress", lambda: True)
-    assert not saved.has_failed()
-
-    def failed():
-        raise ValueError(FULL)
-
-    monkeypatch.setattr(saved._manager, "check_for_errors", failed)
-    with pytest.raises(OSError, match="No space left"):
-        saved.has_failed()
+@pytest.mark.exhaustive
+def test_one_of_several_processes_that_cannot_save_knows_at_once(tmp_path):
+    """Though the save goes on: the others wait for it to commit the step, for 20 minutes."""
+    ends = in_two_processes("save_and_fail", str(tmp_path))
+    assert ["No space left on device" in out for out, _ in ends] == [True, False], ends
