@@ -1,4 +1,4 @@
-"""CARE and GRPO at one learning rate, with the paper's KL term (β = 0.02, tab:train_config) or none.
+"""CARE and GRPO at one learning rate, with the paper's KL term (β = 0.02, tab:train_config) or not.
 
 The small tasks have β = 0, where nothing holds the rationales of negatives, to which the region
 weights give no credit. `uniform` and `share_20` are CARE with other token weights, added after the

@@ -102,6 +102,7 @@ def _measured(name: str) -> Panel:
         points = _draw_arms(axes, arms, values_of, draw)
         axes.set_yticks(range(len(arms)), arms)
         axes.set_ylim(len(arms) - 0.5, -0.5)
+        axes.locator_params(axis="x", nbins=5)
         axes.set_xlabel(measure.label.format(reference=reference))
         return points
 
