@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from scripted import make_step
 
 from care_jax.commands import reopened
 from care_jax.run import lock, weights
-from care_jax.run.run import checkpoint_folder, open_run
+from care_jax.run.run import open_run
 from configs import tiny
 
 
@@ -32,8 +33,7 @@ def test_a_checkpoint_that_is_not_there_is_named(make_run):
 def test_a_run_that_is_training_is_left_alone(make_run):
     """To open its checkpoints would remove the one that it is writing."""
     run = make_run({})
-    (checkpoint_folder(run, "rl") / "3").mkdir(parents=True)
-    unfinished = checkpoint_folder(run, "rl") / "4.orbax-checkpoint-tmp"
+    unfinished = make_step(run.workdir, "rl", 3).with_name("4.orbax-checkpoint-tmp")
     unfinished.mkdir()
     with (
         lock.held(run.workdir),
