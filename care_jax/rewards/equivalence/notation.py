@@ -44,7 +44,7 @@ _ANSWER = (
     "|jawaban|ответ|答え|정답"
 )
 _SO = r"(?-i:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),? "  # SO 2 is a formula
-_IT_IS = rf"(?:{_SO})?(?:(?:it|this|that)(?: is|['’]s)|they are) |{_SO}"
+_LEAD = rf"(?:{_SO})?(?:(?:it|this|that)(?: is|['’]s)|they are) |{_SO}"
 # What says that the answer follows, and that it came before.
 _LABEL = re.compile(
     rf"(?:#+ ?)?(?:\*\*)?(?:{_SO})?"
@@ -52,7 +52,7 @@ _LABEL = re.compile(
     rf"(?:{_ANSWER})\.?(?:(?:\*\*)? ?:| (?:is|est|es|ist)(?![a-z])|\*\*|(?<=inal answer) )[ :*]*"
     r"|【答案】|(?:(?:所以|因此|故|最终|正确) ?,? ?)*(?:答案 ?[是为為]|(?:答案?|解) ?:) ?:? ?"
     r"|[故应]?选[择项]? ?:? ?(?=[(\[]?[A-Z](?! or))|#+ ?"
-    rf"|{_IT_IS}",
+    rf"|{_LEAD}",
     re.IGNORECASE,
 )
 _IS_ANSWER = re.compile(
@@ -74,8 +74,8 @@ _PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end
 _AND_MORE = r" (?:and|or) (?:over|older|above|more|up|greater|higher)$"
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
-    rf"(?!.*(?:pi|pct|per ?cent|out of|is (?:correct|right)|infinity|base))"
-    rf"(?!.*(?:{_ANSWER}|{_IT_IS}|{_AND_MORE}))"
+    r"(?!.*(?:pi|pct|per ?cent|out of|is (?:correct|right)|infinity|base))"
+    rf"(?!.*(?:{_ANSWER}|{_LEAD}|{_AND_MORE}))"
     r"(?!.*(?:/d|//|/-)|(?:in|the|year|at|less|fewer|under|below|more|greater|over|above) )"
     r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
