@@ -228,7 +228,7 @@ def has_checkpoint(run: Run, stage: str) -> bool:
 def saved_steps(workdir: pathlib.Path, stage: str) -> list[int]:
     """The steps of a stage, "sft" or "rl", whose checkpoints are whole and not set aside, in order.
 
-    Orbax writes a file last. On a bucket an unfinished save has the name of a whole one.
+    Orbax writes commit_success.txt last. On a bucket an unfinished save has a whole one's name.
     """
     files = (workdir / "checkpoints" / stage).glob("*/commit_success.txt")
     names = [file.parent.name for file in files]

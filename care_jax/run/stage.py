@@ -9,8 +9,8 @@ A step that changes no file but its logs is finished while the devices work on t
 
 A state is checked (`guards`), then evaluated, then saved, because evaluations decide which
 checkpoints are kept. A broken state ends the stage. A run that is stopped during an evaluation
-saves the step; the resumed run evaluates it, unless metrics.jsonl has the result, and adds the
-metrics to the checkpoint.
+saves the step, and so does a single process whose evaluation fails; the resumed run evaluates it,
+unless metrics.jsonl has the result, and adds the metrics to the checkpoint.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def open_stage(
         distributed.Preempted: the run was preempted; the current state is saved.
         FloatingPointError: an update or a state is broken; names the last good checkpoint.
         RewardFailed: the reward function fails; the current state is saved.
+        OSError: it could not be saved then.
     """
     with open_checkpoints(run, name) as checkpoints:
         start, metadata, in_flight = 0, {}, None

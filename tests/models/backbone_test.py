@@ -1,4 +1,4 @@
-"""Parameters: what their axes are called, and what they are drawn from."""
+"""Parameters: the names of their axes, what they are drawn from, the dtype they are read in."""
 
 import jax
 import jax.numpy as jnp
