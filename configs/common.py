@@ -155,7 +155,7 @@ def get_config() -> ConfigDict:
     sft.num_steps = 1000  # optimizer updates
     sft.eval_every = 0  # steps between evaluations inside the stage, and after its last; 0: none
     sft.batch_size = 128  # examples per step
-    sft.microbatch_size = 0  # packed rows per microbatch on all devices; 0: one per batch shard
+    sft.microbatch_size = 0  # packed rows per microbatch on all devices, at least one per shard
     sft.learning_rate = 1e-5  # peak
     sft.warmup_steps = 50
     sft.schedule = "cosine"  # "constant" or "cosine" (to 0)

@@ -2,7 +2,7 @@
 # Asks for a TPU slice of VMs, waits until it is there, and starts the run on all of its hosts.
 #
 #   PROJECT=... ZONE=us-west4-a TYPE=v5litepod-16 REPOSITORY=https://... BUCKET=... \
-#       deploy/queued-resource.sh care --config=configs/qwen25vl_7b.py
+#       deploy/queued-resource.sh care --config=configs/qwen25vl_3b.py ...
 #
 # The bucket is mounted at /runs on every host, and the run's workdir is /runs/<name>. Each start
 # brings the hosts' clone to REVISION (main). If the slice is taken away, the script asks for another

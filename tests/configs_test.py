@@ -48,6 +48,14 @@ def test_configuration_passes_the_checks_and_names_its_tags(name):
     assert (config.data.think_tag == "reasoning") == name.startswith("qwen3vl")
 
 
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@pytest.mark.parametrize("name", ["repair", "small", "tiny"])
+def test_what_is_tried_on_a_laptop_runs_on_a_host_s_devices_too(name, num_devices):
+    config = importlib.import_module(f"configs.{name}").get_config()
+    mesh = make_mesh(**config.mesh, devices=jax.devices()[:num_devices])
+    check_config(fill_in(config, mesh), mesh)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_lora")])
 def test_a_run_may_go_on_on_a_gpu_of_another_size(name):
     """The memory changes no key that the weights depend on, and every size runs on one device."""
@@ -64,10 +72,11 @@ def test_a_run_may_go_on_on_a_gpu_of_another_size(name):
         module.get_config("16")
 
 
-def test_sizes_left_to_the_mesh_are_one_for_each_device_of_the_batch():
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_microbatch_has_a_row_for_each_device_of_the_batch_at_least(size):
     config = common.get_config()
-    config.rl.microbatch_size = 16
+    config.sft.microbatch_size, config.rl.microbatch_size = size, 16
     mesh = make_mesh(2, 2, 2)
     filled = fill_in(config, mesh)
     assert (filled.sft.microbatch_size, filled.rl.microbatch_size) == (8, 16)
-    assert config.sft.microbatch_size == 0
+    assert config.sft.microbatch_size == size

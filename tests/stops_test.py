@@ -119,9 +119,9 @@ def test_a_batch_size_the_mesh_cannot_divide_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "care_jax.run.run.make_mesh", lambda **_: make_mesh(1, 4, 2, devices=jax.devices()[:8])
     )
-    config = small_config(**{"rl.microbatch_size": 2, "sft.microbatch_size": 8})
+    config = small_config(**{"rl.microbatch_size": 12, "sft.microbatch_size": 8})
     with pytest.raises(
-        ValueError, match=r"rl.microbatch_size 2 must be divisible by 8 devices .* set it to 8"
+        ValueError, match=r"rl.microbatch_size 12 must be divisible by 8 devices .* set it to 8 or 16"
     ):
         main.run_stages(config, tmp_path)
 

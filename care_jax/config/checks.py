@@ -98,6 +98,8 @@ def check_config(
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     """A copy of a configuration, with the sizes that depend on the mesh filled in.
 
+    A microbatch has at least a row per batch shard.
+
     ValueError: the value of a key is wrong, or a rule names an unknown mesh axis.
     """
     config = config.copy_and_resolve_references()
@@ -105,7 +107,7 @@ def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     sharding.check_rules("sharding_rules", config.sharding_rules)
     num_shards = sharding.num_shards(sharding.batch_sharding(mesh, config.sharding_rules))
     for section in (config.sft, config.rl):
-        section.microbatch_size = section.microbatch_size or num_shards
+        section.microbatch_size = max(section.microbatch_size, num_shards)
     config.rl.decode_rows = config.rl.decode_rows or (2 if sharding.platform(mesh) == "gpu" else 8)
     return config
 

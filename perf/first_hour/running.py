@@ -51,11 +51,11 @@ def configuration(name: str, folder: str, num_bytes: int, is_small: bool) -> Con
         config.data[section] = common.source("jsonl", path=f"{folder}/questions.jsonl")
     # One bucket and one length of rows: every other is one more program to compile.
     config.rl.update(num_steps=2, row_lengths=1, learning_rate=1e-6, warmup_steps=0)
-    config.sft.update(row_lengths=1, learning_rate=2e-4)
+    config.sft.update(batch_size=8, row_lengths=1, learning_rate=2e-4)
     if is_small:
-        config.sft.update(num_steps=2, warmup_steps=0, batch_size=4, row_tokens=256)
+        config.sft.update(num_steps=2, warmup_steps=0, row_tokens=256)
     else:
-        config.sft.update(num_steps=80, warmup_steps=10, batch_size=10, row_tokens=8192)
+        config.sft.update(num_steps=80, warmup_steps=10, row_tokens=8192)
         config.data.buckets, config.data.max_pixels = ((768, 2560),), 501760
     return config
 

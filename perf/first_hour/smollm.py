@@ -14,6 +14,7 @@ from typing import Any
 from care_jax.commands.smollm import INSTALL, PACKAGE
 from perf.first_hour.demo import ROOT, rows_of
 
+FLAGS = ("--config.log_every=1", "--config.evaluate.batch_size=32")  # for eight devices
 SMALL = ("--config.stages=('rl',)", "--config.rl.num_steps=1", "--config.rl.warmup_steps=0")
 SMALL += ("--config.rl.prompts_per_step=1", "--config.rl.prompts_per_update=1")
 SMALL += ("--config.rl.decode_prompts=1", "--config.rl.decode_rows=2")
@@ -32,6 +33,6 @@ def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
         command = [sys.executable, "-m", "care_jax.commands.smollm", f"--out={release}"]
         cpu = {**os.environ, "JAX_PLATFORMS": "cpu"}
         subprocess.run(command, stdout=sys.stderr, cwd=ROOT, env=cpu, check=True)
-        flags = [f"--config.model.path={release}", "--config.log_every=1"]
+        flags = [f"--config.model.path={release}", *FLAGS]
         flags += SMALL if is_small else ("--config.stages=('sft','evaluate','rl','evaluate')",)
         yield from rows_of("configs/smollm_words.py", workdir, flags, until)

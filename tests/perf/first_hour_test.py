@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from care_jax.config.checks import check_config, fill_in
 from care_jax.devices import flops, sharding
 from care_jax.run.run import compile_to_decode_layout, open_run
+from configs import smollm_words, tiny
 from models.attention.packed import AttentionImpl
 from perf.first_hour import __main__ as first_hour
 from perf.first_hour import (
@@ -23,6 +25,8 @@ from perf.first_hour import (
     kernels,
     parts,
     rates,
+    running,
+    smollm,
     tables,
     tracing,
     updating,
@@ -189,6 +193,18 @@ def test_scoring_and_update_count_the_tokens_of_an_update(run):
         assert worst["flops"] == pytest.approx(3 * score["flops"])
         (mean,) = update.update(12.0)
         assert mean["tokens"] < worst["tokens"] and 0 < mean["fill"] <= 1
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_runs_of_the_steps_suit_the_devices_of_a_host(tmp_path, num_devices):
+    model = smollm_words.get_config()
+    for flag in smollm.FLAGS:
+        key, _, value = flag.removeprefix("--config.").partition("=")
+        model.update_from_flattened_dict({key: int(value)})
+    run_3b = running.configuration("qwen25vl_3b", str(tmp_path), 80e9, is_small=False)
+    for config in (model, run_3b, tiny.get_config()):
+        mesh = sharding.make_mesh(**config.mesh, devices=jax.devices()[:num_devices])
+        check_config(fill_in(config, mesh), mesh)
 
 
 def test_compilations_are_counted_inside_of_with_alone():
