@@ -121,7 +121,8 @@ def test_a_batch_size_the_mesh_cannot_divide_is_refused(tmp_path, monkeypatch):
     )
     config = small_config(**{"rl.microbatch_size": 12, "sft.microbatch_size": 8})
     with pytest.raises(
-        ValueError, match=r"rl.microbatch_size 12 must be divisible by 8 devices .* set it to 8 or 16"
+        ValueError,
+        match=r"rl.microbatch_size 12 must be divisible by 8 devices .* set it to 8 or 16",
     ):
         main.run_stages(config, tmp_path)
 

@@ -25,7 +25,8 @@ With --price, the list price of a chip hour, the last line has the least cost of
     python -m care_jax.aot --config=... --topology=v5e:8x8 --mean_response=600 --estimate
 
 prints instead the estimated seconds of a step of "rl" by part beside the least, from the cycles
-that the TPU compiler gives; see `estimate`. The last line is "estimated <seconds> least <seconds>".
+that the TPU compiler gives; see `estimate`. It does not compare memory. The last line is
+"estimated <seconds> least <seconds>".
 
 Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Exits with status 1 if the
 run does not fit, 2 if flags, configuration or topology are invalid.
@@ -89,6 +90,7 @@ def estimate_report(result: Estimate) -> str:
     lines = [*_table(rows(result)), "", *assumptions(result)]
     total, least = result.total, sum(result.least.values())
     lines.append(_decode_steps(result.step))
+    lines.append("memory was not compared; leave out --estimate to see whether the run fits")
     lines.append(f"MFU of the updates {result.mfu:.0%}, without padding and rematerialisation")
     return "\n".join([*lines, f"estimated {total:.1f} least {least:.1f}"])
 
@@ -230,6 +232,8 @@ def run_main() -> None:
         # No entry for devices that are not there can be read again.
         jax.config.update("jax_enable_compilation_cache", False)
         settings = config.value, topology.value, mean.value, slices.value
+        if is_estimated.value and price.value is not None:
+            _leave("--price is of the least time; leave out --price or --estimate")
         try:
             if is_estimated.value:
                 print(estimate_report(estimate(*settings)))

@@ -2,7 +2,8 @@
 
 A measure is None if it is undefined for a trial: there is no gain without an evaluation before RL,
 and the reference has no lead over itself. It raises `NotLogged` if the run did not log what it
-needs. `<measure>:lead` is the difference to the reference arm of the same seed.
+needs, `NoReference` if the reference has no run of the seed. `<measure>:lead` is the difference to
+the reference arm of the same seed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import scipy.stats
 
 from experiments.sweep import curves
-from experiments.sweep.outcome import Outcome
+from experiments.sweep.outcome import NoReference, Outcome
 from experiments.sweep.signature import alpha_error, mean_alpha, r2, sample_of, sample_points, slope
 
 _TAIL = 0.1  # share of the steps, at the end, over which a fluctuating metric is averaged
@@ -56,7 +57,9 @@ def _over_reference(difference: Callable[[Outcome, Outcome], float | None]) -> _
     """A comparison with the reference arm; None for the reference itself."""
 
     def of(ours: Outcome, theirs: Outcome | None) -> float | None:
-        return None if theirs is None or theirs.arm == ours.arm else difference(ours, theirs)
+        if theirs is None:
+            raise NoReference("run the arm that leads are over with the same seeds")
+        return None if theirs.arm == ours.arm else difference(ours, theirs)
 
     return of
 

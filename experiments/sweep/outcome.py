@@ -16,6 +16,10 @@ class NotLogged(Exception):
     """A run did not log what a measure needs; the message says which key to set."""
 
 
+class NoReference(NotLogged):
+    """The arm that leads are over has no run of a seed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """Configuration and metrics of a finished trial."""

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from experiments.sweep.measures import Measure, mean_interval
-from experiments.sweep.outcome import NotLogged, Outcome
+from experiments.sweep.outcome import NoReference, NotLogged, Outcome
 
 NOT_LOGGED = "not logged"
 
@@ -35,7 +35,7 @@ def write_table(
         try:
             value = measure.of(outcome, references.get(outcome.seed))
         except NotLogged as lacking:
-            return lacking
+            return None if isinstance(lacking, NoReference) and not references else lacking
         return None if value is None or not math.isfinite(value) else float(value)
 
     shown, cells, lacking = {}, {}, {}  # measures, (arm, name) to values, (name, key) to arms

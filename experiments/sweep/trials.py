@@ -1,9 +1,9 @@
 """Trials: one arm with one seed, each run in a separate process.
 
-A trial's workdir holds `trial.json`: its configuration, the commits it ran at and, once it is done,
-the seconds that its last launch took. A finished trial is never run again, not even by another
-experiment: arms with equal settings are the same trial. Arms of a seed with equal cold-start
-settings share one cold start, which runs first.
+A trial's workdir holds `trial.json`: its configuration, the commits it ran at, the cold start whose
+checkpoint it has and, once it is done, the seconds that its last launch took. A finished trial is
+never run again, not even by another experiment: arms with equal settings are the same trial. Arms
+of a seed with equal cold-start settings share one cold start, which runs first.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from experiments.sweep.outcome import Outcome
 
 # Configuration sections that the cold start and its evaluation depend on.
 _OF_COLD_START = ("model", "mesh", "sharding_rules", "data", "sft", "evaluate", "verifier")
+_NOT_OF_COLD_START = ("keep_best", "profile_steps")  # refused by a run without RL
 _CHECKPOINTS = pathlib.Path("checkpoints", "sft")
 
 
@@ -106,6 +107,7 @@ def plan(
         if stages[:1] == ("sft",) and "rl" in stages:
             evaluate = stages[1 : stages.index("rl")]  # run by the cold start's trial
             its_keys = tuple(f"--config.{key}" for key in (*_OF_COLD_START, "care.cue"))
+            not_its_keys = tuple(f"--config.{key}" for key in _NOT_OF_COLD_START)
             shared = {key: plain[key] for key in _OF_COLD_START} | {
                 "cue": config.care.cue,
                 "overrides": [flag for flag in sorted(overrides) if flag.startswith(its_keys)],
@@ -113,8 +115,9 @@ def plan(
             name = hashlib.sha256(_key(shared).encode()).hexdigest()[:8]
             shared["seed"] = seed
             workdir = folder_for(shared, folder / "cold_start" / name / f"seed_{seed}")
-            its_flags = *flags, _stages_flag(("sft", *evaluate))
-            cold_start = Trial("", seed, shared, workdir, its_flags)
+            its_flags = [flag for flag in flags if not flag.startswith(not_its_keys)]
+            its_flags += "--config.keep_best=0", _stages_flag(("sft", *evaluate))
+            cold_start = Trial("", seed, shared, workdir, tuple(its_flags))
             flags += (_stages_flag(("sft", *stages[1 + len(evaluate) :])),)
         workdir = folder_for(settings, folder / experiment.name / arm / f"seed_{seed}")
         trials.append(Trial(arm, seed, settings, workdir, flags, cold_start))
@@ -134,12 +137,16 @@ def run_all(
 ) -> list[TrialFailed]:
     """Runs all unfinished trials, cold starts first; `on_done` is called when one succeeds.
 
-    Each of `num_processes` concurrent runs gets a share of the cores and of CUDA_VISIBLE_DEVICES.
-    Returns the failures; trials that do not depend on a failed one still run.
+    Each of `num_processes` concurrent runs gets a share of the cores and GPUs. Returns the
+    failures; trials that do not depend on a failed one still run.
+
+    Raises:
+        ValueError: there are too few GPUs for runs at a time, or the devices are TPUs.
     """
     todo = {trial.workdir: trial for trial in trials if not trial.is_done}
     starts = [trial.cold_start for trial in todo.values() if trial.cold_start is not None]
     todo = {start.workdir: start for start in starts if not start.is_done} | todo
+    devices = _shares_of_devices(num_processes) if todo else [{}]
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(num_processes):
         slots.put(slot)
@@ -153,7 +160,8 @@ def run_all(
                 begun[trial.cold_start.workdir].result()
             slot = slots.get()
             try:
-                run_trial(trial, slot, num_processes, running)
+                with _share_of_cores(slot, num_processes):
+                    run_trial(trial, devices[slot], running)
             finally:
                 slots.put(slot)
             on_done(trial)
@@ -174,25 +182,26 @@ def run_all(
     return [failure for failure in failures if isinstance(failure, TrialFailed)]
 
 
-def run_trial(trial: Trial, slot: int, num_slots: int, running: set[subprocess.Popen]) -> None:
+def run_trial(trial: Trial, devices: Mapping[str, str], running: set[subprocess.Popen]) -> None:
     """Runs or resumes a trial, its output appended to `log.txt`; raises `TrialFailed`.
 
-    Its process is in `running` meanwhile.
+    `devices` are variables of its environment. Its process is in `running` meanwhile.
     """
     trial.workdir.mkdir(parents=True, exist_ok=True)
     commits = dict.fromkeys([*trial.record.get("commits", ()), commit()])
-    record = {"settings": trial.settings, "commits": list(commits)}
+    record = trial.record | {"settings": trial.settings, "commits": list(commits)}
     _write_record(trial, record)
-    if trial.cold_start is not None and not (trial.workdir / _CHECKPOINTS).exists():
-        # Copied under another name first: a partial copy would be read as a checkpoint.
-        partial = trial.workdir / "checkpoints" / "partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(trial.cold_start.workdir / _CHECKPOINTS, partial)
-        partial.rename(trial.workdir / _CHECKPOINTS)
+    if trial.cold_start is not None and "begins_from" not in record:
+        try:
+            _hand_on(trial.cold_start.workdir / _CHECKPOINTS, trial.workdir / _CHECKPOINTS)
+        except OSError as error:
+            raise TrialFailed(f"{trial.workdir} did not get its cold start: {error}") from error
+        record["begins_from"] = str(trial.cold_start.workdir)
+        _write_record(trial, record)
     command = [sys.executable, "-m", "care_jax.main", *trial.flags, f"--workdir={trial.workdir}"]
     began, log = time.monotonic(), trial.workdir / "log.txt"
-    with log.open("a", encoding="utf-8") as out, _share_of_cores(slot, num_slots):
-        environment = os.environ | _share_of_devices(os.environ, slot, num_slots)
+    with log.open("a", encoding="utf-8") as out:
+        environment = {**os.environ, **devices}
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(trial.workdir.parents[2] / "xla"))
         streams = {"stdout": out, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         status = _run(command, running, env=environment, **streams)
@@ -203,6 +212,26 @@ def run_trial(trial: Trial, slot: int, num_slots: int, running: set[subprocess.P
             f"{lines[-1] if lines else 'no output'} (whole log: {log})"
         )
     _write_record(trial, record | {"seconds": round(time.monotonic() - began)})
+
+
+def _hand_on(checkpoints: pathlib.Path, to: pathlib.Path) -> None:
+    """Makes `to` a folder with the last of these checkpoints.
+
+    Its files are links where the file system has them: a checkpoint's files are never changed.
+    """
+
+    def link(file: str, name: str) -> None:
+        try:
+            os.link(file, name)
+        except OSError:  # such as a bucket's
+            shutil.copy2(file, name)
+
+    shutil.rmtree(to, ignore_errors=True)  # a partial copy
+    last = max(
+        (path for path in checkpoints.iterdir() if path.name.isdigit()),
+        key=lambda path: int(path.name),
+    )
+    shutil.copytree(last, to / last.name, copy_function=link)
 
 
 def _run(command: Sequence[str], running: set[subprocess.Popen], **settings: Any) -> int:
@@ -270,8 +299,25 @@ def _share_of_cores(slot: int, num_slots: int):
         os.sched_setaffinity(0, all_cores)
 
 
-def _share_of_devices(environment: Mapping[str, str], slot: int, num_slots: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of a slot; {} for a single slot or if there are too few devices."""
-    devices = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    is_shared = num_slots > 1 and len(devices) >= num_slots
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::num_slots])} if is_shared else {}
+def _shares_of_devices(num_slots: int) -> list[dict[str, str]]:
+    """The environment of each slot that gives it GPUs of its own."""
+    platform, count = ("cpu", 1) if num_slots == 1 else _local_devices()
+    if platform == "tpu":
+        raise ValueError("one run at a time holds the TPUs of a host; leave --processes out")
+    if platform != "gpu":
+        return [{}] * num_slots
+    if count < num_slots:
+        raise ValueError(f"--processes={num_slots} needs as many GPUs, got {count}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    names = visible.split(",")
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(names[slot::num_slots])} for slot in range(num_slots)]
+
+
+def _local_devices() -> tuple[str, int]:
+    """Platform and number of this host's devices, which another process opens and releases."""
+    code = "import jax; found = jax.local_devices(); print(found[0].platform, len(found))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if result.returncode:
+        raise ValueError(f"JAX found no devices: {result.stderr.strip().splitlines()[-1]}")
+    platform, count = result.stdout.split()[-2:]
+    return platform, int(count)

@@ -29,7 +29,9 @@ def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
         command = [sys.executable, "-m", "perf.step", f"--json={rows}"]
         command += ["--repeats=1"] * is_small + ["--small"] * is_small + ["--ours"] * bool(missing)
         # TRL would divide its batches among all that it sees.
-        one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+        one_gpu = {
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        }
         environment = {**os.environ, **_ONE_TPU, **one_gpu}
         process = subprocess.Popen(command, stdout=sys.stderr, cwd=ROOT, env=environment)
         try:

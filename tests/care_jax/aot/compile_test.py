@@ -189,6 +189,7 @@ MISTAKES = (
     ),
     ([*RL, "--mean_response=-1"], "--mean_response must be positive, in tokens, got -1"),
     ([*RL, "--mean_response=9"], "data.buckets ((48, 64),) hold none "),
+    ([*RL, "--estimate", "--price=2"], "--price is of the least time; leave out "),
 )
 # All of them in one process, which may load libtpu: this one must not.
 LEAVE = """

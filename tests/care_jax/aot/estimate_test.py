@@ -124,6 +124,7 @@ def test_two_depths_give_all_layers(shallow):
     *_, mfu, last = estimate_report(result).splitlines()
     assert last == f"estimated {result.total:.1f} least {least:.1f}"
     assert mfu.startswith(f"MFU of the updates {result.mfu:.0%}, ") and 0 < result.mfu < 1
+    assert "memory was not compared" in estimate_report(result)
     assert any("at 180 GB/s" in line for line in assumptions(result))
 
 

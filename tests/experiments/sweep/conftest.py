@@ -64,8 +64,9 @@ def runs(monkeypatch):
         if "sft" in stages:
             weights = workdir / "checkpoints" / "sft" / "400"
             if not weights.exists():
-                weights.mkdir(parents=True)
-                (weights / "weights").write_text(f"of seed {seed}")
+                for step in ("350", "400"):
+                    (weights.parent / step).mkdir(parents=True)
+                    (weights.parent / step / "weights").write_text(f"of seed {seed}")
         if "rl" not in stages:
             records.append({"stage": "evaluate_sft", "step": 0, "acc": 0.5 + seed / 100})
         else:
@@ -83,6 +84,7 @@ def runs(monkeypatch):
 
     monkeypatch.setattr(trials, "_run", run)
     monkeypatch.setattr(trials, "commit", lambda: "abc1234")
+    monkeypatch.setattr(trials, "_local_devices", lambda: ("cpu", 1))
     return commands
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.sweep.curves import gain_after
 from experiments.sweep.measures import columns_of, mean_interval, measure_named
-from experiments.sweep.outcome import NotLogged, with_shared_tokens
+from experiments.sweep.outcome import NoReference, NotLogged, with_shared_tokens
 
 
 def value(name, outcome, reference=None):
@@ -220,7 +220,8 @@ def test_a_lead_is_the_difference_under_the_same_seed(make_outcome):
     name = "held_out_area:lead"
     assert value(name, ours, theirs) == pytest.approx(10)
     assert value(name, theirs, theirs) is None
-    assert value(name, ours, None) is None
+    with pytest.raises(NoReference):
+        value(name, ours, None)
     label = "held-out acc, mean over the steps, %: lead over {reference}"
     assert measure_named(name).label == label
 

@@ -340,6 +340,14 @@ def test_some_of_the_arms_can_be_run(command, runs, tmp_path, capsys):
     assert len(runs) == began
 
 
+def test_a_lead_over_fewer_seeds_than_the_row_says_so(command, tmp_path):
+    """The reference's run of the second seed fails."""
+    command("--seeds=2", "--columns=acc,lead", "--config.best_metric=one/seed_1")
+    text = (tmp_path / "runs/some_key/table.md").read_text()
+    assert "| two | 2 | 75.5 ± 6.4 | 5.0 (1 not logged) |" in text
+    assert "lead of two, same; run the arm that leads are over with the same seeds." in text
+
+
 def test_without_the_reference_there_are_no_leads(command, tmp_path):
     command("--seeds=1", "--columns=acc,lead", "--panels=acc,acc:lead")
     table = tmp_path / "runs/some_key/table.md"

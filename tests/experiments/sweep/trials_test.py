@@ -45,8 +45,9 @@ def test_arms_share_the_cold_start_of_their_seed_and_equal_arms_one_run(sweep, r
         "some_key/two/seed_1",
     ]
     for trial in planned:
-        weights = trial.workdir / "checkpoints" / "sft" / "400" / "weights"
-        assert weights.read_text() == f"of seed {trial.seed}"
+        (last,) = (trial.workdir / "checkpoints" / "sft").iterdir()
+        assert (last / "weights").read_text() == f"of seed {trial.seed}"
+        assert last.name == "400" and (last / "weights").stat().st_nlink == 3  # of two arms
         assert trial.record["commits"] == ["abc1234"]
 
 
@@ -102,6 +103,35 @@ def test_a_run_that_was_stopped_is_begun_again_and_keeps_its_cold_start(sweep, r
     assert trial.is_done
 
 
+def test_a_copy_of_a_cold_start_that_was_cut_off_is_made_again(sweep, runs, monkeypatch):
+    """Also where the file system has no links, such as a mounted bucket."""
+
+    def fail(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(trials.os, "link", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(trials.shutil, "copy2", lambda file, name: fail())
+        planned, failures = sweep(1)
+    assert len(failures) == 2 and "did not get its cold start: " in str(failures[0])
+    assert [workdir.parts[-3] for workdir, _, _ in runs] == ["cold_start"]
+    partial = planned[0].workdir / "checkpoints" / "sft" / "400"
+    (partial / "of another").write_text("")
+    planned, failures = sweep(1)
+    assert not failures and all(trial.is_done for trial in planned)
+    assert [path.name for path in partial.iterdir()] == ["weights"]
+    assert planned[0].record["begins_from"] == str(planned[0].cold_start.workdir)
+
+
+def test_what_a_run_without_rl_refuses_does_not_reach_a_cold_start(sweep, runs):
+    flags = {"--config.keep_best": "1", "--config.profile_steps": "(2,)", "--config.log_every": "5"}
+    sweep(1, overrides=[f"{key}={value}" for key, value in flags.items()])
+    of_start, *of_arms = [given for _, given, _ in runs]
+    assert of_start["--config.keep_best"] == "0" and of_start["--config.log_every"] == "5"
+    assert "--config.profile_steps" not in of_start
+    assert all(given | flags == given for given in of_arms)
+
+
 def test_overrides_reach_every_run_and_only_those_of_the_cold_start_change_it(sweep, tmp_path):
     plain, _ = sweep(1)
     for overrides, shares in (
@@ -149,7 +179,7 @@ def test_a_failed_cold_start_is_told_once_and_its_arms_do_not_begin(sweep, runs)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are shared out on Linux")
-def test_runs_at_a_time_have_cores_and_devices_of_their_own(monkeypatch):
+def test_runs_at_a_time_have_cores_of_their_own(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4})
     given = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: given.append(list(cores)))
@@ -157,10 +187,30 @@ def test_runs_at_a_time_have_cores_and_devices_of_their_own(monkeypatch):
         with trials._share_of_cores(slot, 2):
             assert given[-1] == cores
         assert given[-1] == [0, 1, 2, 3, 4]
-    environment = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
-    shares = [trials._share_of_devices(environment, slot, 2) for slot in (0, 1)]
-    assert shares == [{"CUDA_VISIBLE_DEVICES": "4,6"}, {"CUDA_VISIBLE_DEVICES": "5"}]
-    assert trials._share_of_devices({}, 0, 2) == trials._share_of_devices(environment, 0, 1) == {}
+
+
+def test_each_run_at_a_time_has_gpus_of_its_own(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(trials, "_local_devices", lambda: ("gpu", 3))
+    shares = trials._shares_of_devices(2)
+    assert shares == [{"CUDA_VISIBLE_DEVICES": "0,2"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert trials._shares_of_devices(1) == [{}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert trials._shares_of_devices(2)[0] == {"CUDA_VISIBLE_DEVICES": "4,6"}
+    with pytest.raises(ValueError, match="--processes=4 needs as many GPUs, got 3"):
+        trials._shares_of_devices(4)
+    monkeypatch.setattr(trials, "_local_devices", lambda: ("tpu", 8))
+    with pytest.raises(ValueError, match="leave --processes out"):
+        trials._shares_of_devices(2)
+
+
+def test_devices_are_those_that_jax_finds(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    assert trials._local_devices() == ("cpu", 3)
+    monkeypatch.setenv("JAX_PLATFORMS", "nowhere")
+    with pytest.raises(ValueError, match=r"JAX found no devices: .*nowhere"):
+        trials._local_devices()
 
 
 def test_no_more_runs_than_processes_at_a_time(sweep, monkeypatch):
@@ -190,7 +240,7 @@ def test_a_stopped_sweep_begins_no_other_trials(sweep, monkeypatch, stopped):
             told.append(self)
             ends.set()
 
-    def run_trial(trial, slot, num_slots, running):
+    def run_trial(trial, devices, running):
         begun.append(trial)
         running.add(Process())
         ends.wait(60)
