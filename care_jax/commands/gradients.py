@@ -39,8 +39,7 @@ from absl import flags
 from jaxtyping import Bool, Float
 
 from care_jax.batch import Credit, Example, Groups, TrainBatch
-from care_jax.commands.reopened import Reopened, run_command
-from care_jax.config import command_line
+from care_jax.commands.reopened import Reopened, file_of, run_command
 from care_jax.data.pipeline import Batches
 from care_jax.devices import sharding, streams
 from care_jax.devices.device_clock import DeviceClock
@@ -245,20 +244,22 @@ def _credit_of(run: Run) -> Callable[[Groups], Credit]:
         if objective.raw_advantages is None:
             return _padded(objective.credit(*_first_decode(groups)))
         has_reflection = groups.has_reflection & objective.has_reflection
-        return objective.credit(groups.rollouts, groups.scores, groups.subgroup, has_reflection)
+        scores = groups.trained_scores
+        return objective.credit(groups.rollouts, scores, groups.subgroup, has_reflection)
 
     return credit_of
 
 
 def _accuracy_credit(groups: Groups) -> Credit:
     """RLOO's, of acc alone."""
-    rollouts, scores = _first_decode(groups)
-    return _padded(credit.rloo_credit(rollouts, dataclasses.replace(scores, reward=scores.acc)))
+    of_acc = dataclasses.replace(groups.scores, reward=groups.scores.acc)
+    rollouts, scores = _first_decode(dataclasses.replace(groups, scores=of_acc))
+    return _padded(credit.rloo_credit(rollouts, scores))
 
 
 def _first_decode(groups: Groups) -> Any:
     """Rollouts and scores without the reflected rows."""
-    return jax.tree.map(lambda x: x[:, :-1], (groups.rollouts, groups.scores))
+    return jax.tree.map(lambda x: x[:, :-1], (groups.rollouts, groups.trained_scores))
 
 
 def _padded(credit: Credit) -> Credit:
@@ -279,7 +280,7 @@ def parts_of(groups: Groups, run: Run) -> dict[str, Bool[np.ndarray, "B R T"]]:
     """
     raw_of = objective_of(run.config).raw_advantages
     assert raw_of is not None  # CARE's
-    raw = jax.device_get(raw_of(groups.scores, groups.subgroup, groups.has_reflection))
+    raw = jax.device_get(raw_of(groups.trained_scores, groups.subgroup, groups.has_reflection))
     is_rescue = groups.subgroup.is_rescue[:, None]
     is_sampled = ~raw.is_reflected & ~is_rescue
     is_answer = np.asarray(groups.scores.is_answer)
@@ -370,7 +371,6 @@ def table(alignments: Sequence[Alignment], name: str) -> list[str]:
 
 def write_csv(path: pathlib.Path, alignments: Sequence[Alignment], name: str) -> None:
     """Writes every row of the table."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["checkpoint", *Alignment._fields])
@@ -384,10 +384,9 @@ def run_main() -> None:
 
     def align_and_write(opened: Reopened) -> None:
         run, params, stage, name, examples, num_questions = opened
+        path = file_of(out.value or run.workdir / f"gradients_{stage}.csv")
         alignments = align(run, params, examples, num_questions)
         print("\n".join(table(alignments, name)))
-        default = run.workdir / f"gradients_{stage}.csv"
-        path = command_line.folder_of(out.value or default, flag="--out")
         write_csv(path, alignments, name)
         print(f"wrote {path}")
 

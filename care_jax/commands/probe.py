@@ -2,7 +2,7 @@
 
 Reflection can help if failures have wrong rationales and a right rationale leads to the right
 answer. The probe samples a group for each question, keeps the groups with both outcomes, and
-samples one more answer to their questions in each of these ways:
+samples one more answer to their questions, as RL does a reflected one, in each of these ways:
 
 - resample: a fresh rollout.
 - cue, no_cue, shuffled: conditioned on the nearest failure's rationale, see `decoding.reflection`.
@@ -35,8 +35,14 @@ from absl import flags
 from jaxtyping import Float, Int
 
 from care_jax.batch import Example
-from care_jax.commands.reopened import Reopened, check_reflection, run_command, sample_groups
-from care_jax.config import command_line
+from care_jax.commands.reopened import (
+    Reopened,
+    by_accuracy,
+    check_reflection,
+    file_of,
+    run_command,
+    sample_groups,
+)
 from care_jax.decoding import reflection
 from care_jax.decoding.queue import DecodeQueue
 from care_jax.decoding.rollout_buffer import NO_CONTEXT
@@ -46,7 +52,12 @@ from care_jax.devices.standard_streams import outlive_readers
 from care_jax.method import spans
 from care_jax.report.accuracy import wilson_interval
 from care_jax.rl.rollout import contexts_of, verify
-from care_jax.rl.rollout_programs import compile_decoder, compile_rollout, rollout_sizes
+from care_jax.rl.rollout_programs import (
+    compile_decoder,
+    compile_rollout,
+    rollout_sizes,
+    sampling_of,
+)
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 from models import backbone
@@ -117,6 +128,7 @@ def probe(
     Raises:
         ValueError: no group has both outcomes, or `other_words` leave no tokens to decode.
     """
+    run = by_accuracy(run)
     config = run.config
     if other_words:
         check_reflection(run, other_words)
@@ -143,8 +155,7 @@ def probe(
             forced["other_words"] = contexts_of(said_run, failures, "cue")
         longest = max(len(context) for contexts in forced.values() for context in contexts)
         sizes = dataclasses.replace(rollout_sizes(run)[1], num_context_tokens=longest)
-        sampling = {"temperature": config.rl.temperature, "top_p": config.rl.top_p}
-        decoding = compile_decoder(run, **sampling, attention=attention)
+        decoding = compile_decoder(run, **sampling_of(run)[1]._asdict(), attention=attention)
         queue = DecodeQueue(decoding, run.policy.prompts, sizes, clock)
         for way, contexts in forced.items():
             again = [
@@ -239,7 +250,6 @@ def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
 
 def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
     """Writes every rate, with its interval if it has one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["checkpoint", "source", "measure", "rate", "low", "high", "questions"])
@@ -256,10 +266,10 @@ def run_main() -> None:
 
     def probe_and_write(opened: Reopened) -> None:
         run, params, stage, name, examples, num_questions = opened
+        path = file_of(out.value or run.workdir / f"probe_{stage}.csv")
         outcomes = probe(run, params, examples, num_questions, other_words=other.value)
         rates = outcomes.rates()
         print("\n".join(summary(outcomes, rates, name)))
-        path = command_line.folder_of(out.value or run.workdir / f"probe_{stage}.csv", flag="--out")
         write_csv(path, rates, name)
         print(f"wrote {path}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -64,6 +66,25 @@ def run_command(act: Callable[[Reopened], None]) -> None:
     command_line.run_command(reopen_and_act, workdir, config, _DEFAULT)
 
 
+def file_of(out: str | pathlib.Path) -> pathlib.Path:
+    """The path of the file that a command writes in the end; its folder is made.
+
+    ValueError: it is an address or a folder.
+    """
+    path = command_line.folder_of(out, flag="--out")
+    if path.is_dir():
+        raise ValueError(f"expected a file, got the folder --out={path}; name a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def by_accuracy(run: Run) -> Run:
+    """The run with CARE's successes those answers that are right."""
+    config = run.config.copy_and_resolve_references()
+    config.care.success = "acc"
+    return dataclasses.replace(run, config=config)
+
+
 def check_reflection(run: Run, cue: str | None = None) -> None:
     """Checks that the run's settings, with `cue` in place of its cue if given, allow reflection.
 
@@ -113,9 +134,9 @@ def sample_groups(
 ) -> Tried:
     """Samples a group for each of the first `num_questions` examples of the shuffled stream.
 
-    Repeated questions, as of a small part of a mixture, are sampled once. Groups with an answer
-    that a reward function failed to judge are left out. Single-process; `params` are in the decode
-    layout.
+    `programs` are of a run `by_accuracy`. Repeated questions, as of a small part of a mixture, are
+    sampled once. Groups with an answer that a reward function failed to judge are left out.
+    Single-process; `params` are in the decode layout.
 
     Raises:
         ValueError: no group has both outcomes.
@@ -124,7 +145,9 @@ def sample_groups(
     options = {"seed": run.config.seed, "num_workers": run.config.data.num_workers}
     stream = Batches(examples, run.policy.prompts, batch_size=num_questions, **options)
     asked, prompts = stream.batch(0)
-    drawn = {(example.source, example.id): i for i, example in reversed([*enumerate(asked)])}
+    # Ids are unique inside a file, and sources may share a name.
+    names = [(example.source, example.id, example.question) for example in asked]
+    drawn = {name: i for i, name in reversed([*enumerate(names)])}
     first = sorted(drawn.values())  # first occurrence of each question
     asked, prompts = [asked[i] for i in first], [prompts[i] for i in first]
     requests = [Request(index, prompt) for index, prompt in enumerate(prompts)]

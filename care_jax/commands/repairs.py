@@ -27,7 +27,7 @@ import numpy as np
 from absl import flags
 
 from care_jax.batch import Example
-from care_jax.commands.reopened import Reopened, Tried, run_command, sample_groups
+from care_jax.commands.reopened import Reopened, Tried, by_accuracy, run_command, sample_groups
 from care_jax.config import command_line
 from care_jax.data.drawn.splits_and_repairs import spaced
 from care_jax.data.readers import shards
@@ -103,11 +103,16 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
     Raises:
         ValueError: `out` exists, `right_share` is outside [0, 1], or no group gives a row.
     """
-    run, seed = opened.run, opened.run.config.seed
+    run, seed = by_accuracy(opened.run), opened.run.config.seed
     if out.exists():
         raise ValueError(f"{out} exists; remove it, or name another --out")
     if not 0 <= right_share <= 1:
         raise ValueError(f"--right_share must lie in [0, 1], got {right_share}")
+    if (closing := f"</{run.policy.think_tag}>") in run.config.care.cue:
+        raise ValueError(
+            f"expected a cue inside the rationale, got {run.config.care.cue!r}, which has "
+            f"{closing}; set care.cue to one without"
+        )
     programs = compile_rollout(run, DeviceClock(), decoding_attention(run, rollout_sizes(run)[0]))
     params = compile_to_decode_layout(run)(opened.params)
     rng, questions = streams.key_of(seed, streams.REPAIRS), (opened.examples, opened.num_questions)

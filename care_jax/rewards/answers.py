@@ -18,6 +18,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from absl import logging
+
 from care_jax.rewards.choices import clean_choices, compare_choice
 from care_jax.rewards.equivalence import (
     formulas,
@@ -105,8 +107,23 @@ def compare(
     num_decimals: int | None = None,
     units_matter: bool = False,
 ) -> str | Comparison:
-    """The outcome by text rules, or a comparison for algebra; arguments as in `is_equivalent`."""
-    same = functools.partial(_compare_clean, limits=_Limits(tolerance, num_decimals, units_matter))
+    """The outcome by text rules, or a comparison for algebra; arguments as in `is_equivalent`.
+
+    A text on which a rule fails is refused.
+    """
+    limits = _Limits(tolerance, num_decimals, units_matter)
+    try:
+        return _compare(prediction, gold, choices, limits)
+    except Exception as error:  # a sampled answer must not end a run
+        texts = f"{prediction[:200]!r} with {gold[:200]!r}"
+        logging.log_first_n(logging.WARNING, "Comparing %s failed: %r", 10, texts, error)
+        return f"refused: {type(error).__name__}"
+
+
+def _compare(
+    prediction: str, gold: str, choices: Sequence[str], limits: _Limits
+) -> str | Comparison:
+    same = functools.partial(_compare_clean, limits=limits)
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different: empty"

@@ -7,6 +7,7 @@ while failures differ in reward.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +20,7 @@ from care_jax.rewards.symbolic import Comparison, is_equal
 from care_jax.rewards.verifier import parse_text
 
 MAX_PARTIAL = 0.9  # limit of a wrong answer's credit, below the 1 of a right answer
+_OPENING = re.compile("<(think|reasoning)>")
 _CPU_SECONDS = 2.0  # of computer algebra for a group, which `verifier.timeout` (5 s) must exceed
 
 
@@ -42,10 +44,10 @@ def relative_error(question: str, responses: Sequence[str], example: Example) ->
 def _answer_of(text: str) -> str:
     """The content of the one well-formed answer span; "" without one.
 
-    A reward function does not receive `data.think_tag`, so it is inferred from the text.
+    A reward function does not receive `data.think_tag`: it is the tag that opens first.
     """
-    think_tag = "reasoning" if "<reasoning>" in text else "think"
-    return parse_text(text, think_tag=think_tag).answer
+    opening = _OPENING.search(text)
+    return parse_text(text, think_tag=opening[1] if opening else "think").answer
 
 
 def _compare(answer: str, example: Example) -> str | Comparison:

@@ -41,8 +41,9 @@ class Script:
     def __init__(self, policy, examples, accs, repaired):
         self.policy, self.accs, self.repaired = policy, accs, repaired
         self.encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
-        self.index_of = {
-            len(policy.prompts.tokenize(example).tokens): i for i, example in enumerate(examples)
+        self.index_of = {  # the first, if an example is given twice
+            len(policy.prompts.tokenize(example).tokens): i
+            for i, example in reversed([*enumerate(examples)])
         }
         self.calls, self.keys, self.forced = [], defaultdict(list), {}
         self.failure = lambda i, g: said(f"row {g} of {i}", 99)

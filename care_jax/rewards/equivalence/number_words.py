@@ -38,7 +38,7 @@ _PART = rf"(?:{'|'.join(PARTS)})"
 _NUMBER = re.compile(
     rf"({_CARDINAL}|\d+(?= and ))(?: and (an?|{_BELOW_100})[ -]({_PART})s?)?"
     rf"(?![a-z]|[ -]{_PART})",
-    re.IGNORECASE,
+    re.IGNORECASE | re.ASCII,  # not `sıx`, which `_SIZES` lacks
 )
 _RESTATED = re.compile(r"([^()]+) \(([^()]+)\)")
 _SIGN = re.compile(r"(?:minus|negative)[ -]", re.IGNORECASE)

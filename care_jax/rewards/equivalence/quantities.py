@@ -28,10 +28,11 @@ _REPEATING = re.compile(r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{?(\d{1
 _LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
 _SCALES = SCALES | {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
 _SHORT_SCALES = {"k": 10**3, "m": 10**6, "mn": 10**6, "b": 10**9, "bn": 10**9}
-_SHORT_SCALE = re.compile(r" ?(mn|bn|[kmb])(?![a-z])\s*", re.IGNORECASE)
+_SHORT_SCALE = re.compile(r" ?(mn|bn|[kmb])(?![a-z])\s*", re.IGNORECASE | re.ASCII)
 _SCALED = re.compile(r"\d[\d.,]*[kKMB]")
 _SCALE = re.compile(
-    rf"(?:({'|'.join(_SCALES)})|({'|'.join(PARTS)}))s?(?![a-zA-Z])\s*", re.IGNORECASE
+    rf"(?:({'|'.join(_SCALES)})|({'|'.join(PARTS)}))s?(?![a-zA-Z])\s*",
+    re.IGNORECASE | re.ASCII,
 )
 _LOWER_UNIT_NAMES = {name.lower(): unit for name, unit in UNIT_NAMES.items()}
 # Other units of three or four letters; any other such word directly after a number is a product.

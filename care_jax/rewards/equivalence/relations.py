@@ -5,6 +5,7 @@ Works on cleaned text and evaluates nothing: bounds remain text, so that a huge 
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -163,7 +164,7 @@ def _without(interval: Interval, point: str) -> list[Interval] | None:
 
 def _value(bound: str) -> Fraction | float | None:
     if "\\infty" in bound:
-        return float(bound.replace("\\infty", "inf"))
+        return {"\\infty": math.inf, "-\\infty": -math.inf}.get(bound)
     number = quantities.read_number(bound)
     return number.value if number else None
 

@@ -143,6 +143,21 @@ def test_the_parts_are_told_by_role_and_span(opened, sampled):
 
 
 @pytest.mark.exhaustive
+def test_an_answer_without_a_verdict_has_no_part(opened, sampled):
+    """It is neither right nor wrong, as in training."""
+    _, steps = sampled
+    groups = steps[0].groups
+    components = np.array([[{"acc": acc} for acc in row] for row in groups.scores.acc])
+    row = int(groups.rollouts.is_valid[0, :-1].any(-1).argmax())
+    components[0, row] = {}
+    groups = dataclasses.replace(groups, components=components)
+    rloo = gradients._with(opened.run, {"rl.objective": "rloo"})
+    for credit in (gradients._accuracy_credit(groups), gradients._credit_of(rloo)(groups)):
+        assert np.abs(credit.advantage[0]).max() > 0.1
+        assert np.abs(credit.advantage[0, row]) < 1e-6
+
+
+@pytest.mark.exhaustive
 def test_all_objectives_are_measured_on_the_same_rollouts(opened, tmp_path):
     run = gradients._with(opened.run, {"rl.prompts_per_step": 2, "rl.prompts_per_update": 2})
     run = gradients._with(run, {"rl.microbatch_size": 1})

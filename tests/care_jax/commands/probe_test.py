@@ -18,11 +18,24 @@ CUED = (0, 4)  # those that a cue repairs
 
 
 @pytest.fixture
-def probed(make_run, questions, policy, monkeypatch):
+def drawn():
+    """The arguments of the decoder that answers again."""
+    return {}
+
+
+@pytest.fixture
+def probed(drawn, make_run, questions, policy, monkeypatch):
     """Probes scripted programs; returns the outcomes, and by way what each question was given."""
 
     def probed(
-        rationale="So {} and 2.", failure=None, reward=None, other_words="", cue=CUE, ids=()
+        rationale="So {} and 2.",
+        failure=None,
+        reward=None,
+        other_words="",
+        cue=CUE,
+        again=None,
+        ids=(),
+        **changes,
     ):
         examples = [
             dataclasses.replace(
@@ -30,6 +43,8 @@ def probed(make_run, questions, policy, monkeypatch):
             )
             for i, example in enumerate(questions(LENGTHS))
         ]
+        for i, first in (again or {}).items():
+            examples[i] = examples[first]
         for i, name in enumerate(ids):
             examples[i] = dataclasses.replace(examples[i], id=name)
         script = Script(policy, examples, ACCS, CUED)
@@ -53,9 +68,17 @@ def probed(make_run, questions, policy, monkeypatch):
                     yield [number], script.rollouts([[row]], [[len(request.context)]])
                 forced.append(given)
 
-        monkeypatch.setattr(probe, "compile_rollout", lambda *_: script.programs())
+        def compile_rollout(run, *_):
+            assert run.config.care.success == "acc"
+            return script.programs()
+
+        def compile_again(run, **sampling):
+            drawn.update(sampling)
+
+        monkeypatch.setattr(probe, "compile_rollout", compile_rollout)
+        monkeypatch.setattr(probe, "compile_decoder", compile_again)
         monkeypatch.setattr(probe, "DecodeQueue", Queue)
-        run = make_run({"care.cue": cue, "rl.max_response_tokens": 48})
+        run = make_run({"care.cue": cue, "rl.max_response_tokens": 48, **changes})
         run = dataclasses.replace(run, reward=reward)
         params = backbone.init(policy.config, jax.random.key(0))
         outcomes = probe.probe(run, params, examples, len(examples), other_words=other_words)
@@ -172,11 +195,25 @@ def test_groups_whose_first_tries_were_not_all_judged_are_left_out(probed):
     assert sorted(forced["cue"]) == [0, 4, 5]
 
 
+def test_other_answers_are_drawn_as_rl_draws_a_reflected_one(probed, drawn):
+    """And the groups are those of right answers, whatever RL takes for a success."""
+    changes = {"care.reflect_temperature": 0.6, "care.reflect_top_p": 0.95}
+    probed(**changes, **{"care.success": "reward"})
+    assert (drawn["temperature"], drawn["top_p"]) == (0.6, 0.95)
+    probed()
+    assert (drawn["temperature"], drawn["top_p"]) == (1.0, 1.0)
+
+
 def test_a_question_that_is_drawn_again_is_asked_once(probed):
-    """Questions 0 and 4 have one source and id, 3 and 5 another."""
-    outcomes, forced, _, _ = probed(ids=("q0", "q1", "q2", "q3", "q0", "q3"))
+    outcomes, forced, _, _ = probed(again={4: 0, 5: 3})
     assert outcomes.num_questions == 4 and len(forced["cue"]) == 2
     assert len({0, 4} & set(forced["cue"])) == len({3, 5} & set(forced["cue"])) == 1
+
+
+def test_questions_with_one_id_are_not_one_question(probed):
+    """Ids are unique inside a file, and two files may have one name."""
+    outcomes, forced, _, _ = probed(ids=["7"] * 6)
+    assert outcomes.num_questions == 6 and set(forced["cue"]) == set(MIXED)
 
 
 def test_words_that_leave_no_room_are_refused_before_anything_is_decoded(probed):
@@ -260,8 +297,8 @@ def test_a_source_named_as_the_total_is_not_counted_twice():
 
 def test_csv_has_every_rate_with_its_interval(tmp_path):
     outcomes = outcomes_of(resample=[0, 1, 0, np.nan], forced_right=[1, 1, 1, 1])
-    probe.write_csv(tmp_path / "new" / "probe.csv", outcomes.rates(), "rl 7")
-    with (tmp_path / "new" / "probe.csv").open() as file:
+    probe.write_csv(tmp_path / "probe.csv", outcomes.rates(), "rl 7")
+    with (tmp_path / "probe.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = [(row["source"], row["measure"], row["rate"], row["questions"]) for row in rows]
     assert found == [

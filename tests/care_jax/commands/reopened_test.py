@@ -43,6 +43,14 @@ def test_a_run_that_is_training_is_left_alone(make_run):
     assert unfinished.exists()
 
 
+def test_what_cannot_be_written_is_refused_before_anything_is_sampled(tmp_path):
+    with pytest.raises(ValueError, match=r"expected a file, got the folder --out="):
+        reopened.file_of(tmp_path)
+    with pytest.raises(ValueError, match=r"got --out=gs://bucket/a.csv; mount the bucket"):
+        reopened.file_of("gs://bucket/a.csv")
+    assert reopened.file_of(tmp_path / "new" / "a.csv").parent.is_dir()
+
+
 def test_answers_of_any_form_are_for_reward_functions(opened, tmp_path):
     rows = [{"image": None, "question": f"{i}?", "answer": [i, i + 1]} for i in range(4)]
     path = tmp_path / "rows.jsonl"

@@ -152,6 +152,26 @@ def test_repairs_that_cannot_be_written_are_refused(opened, tmp_path, folder, sh
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # of `opened`
 
 
+def test_a_cue_that_closes_the_rationale_is_refused(opened, tmp_path):
+    run = reopened.by_accuracy(opened.run)
+    run.config.care.cue = " Wait.</think>"
+    with pytest.raises(ValueError, match=r"expected a cue inside the rationale, got ' Wait.</"):
+        repairs.write_repairs(opened._replace(run=run), tmp_path / "out", right_share=0.5)
+
+
+def test_right_answers_are_successes_whatever_rl_rewards(opened, tmp_path, monkeypatch):
+    class Compiled(Exception):
+        pass
+
+    def compile_rollout(run, *_):
+        raise Compiled(run.config.care.success)
+
+    monkeypatch.setattr(repairs, "compile_rollout", compile_rollout)
+    opened.run.config.care.success = "reward"
+    with pytest.raises(Compiled, match="acc"):
+        repairs.write_repairs(opened, tmp_path / "out", right_share=0.5)
+
+
 def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, one_device, error_of):
     monkeypatch.chdir(ROOT)  # of the default configuration
     assert "--out is missing: Folder" in error_of(repairs)

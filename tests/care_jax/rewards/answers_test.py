@@ -9,6 +9,7 @@ from answer_pairs import ASKED_DIFFERENT, ASKED_EQUAL, DIFFERENT, EQUAL, compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from care_jax.rewards import answers
 from care_jax.rewards.answers import is_equivalent
 from care_jax.rewards.equivalence.notation import clean
 from care_jax.rewards.symbolic import Comparison, SymbolicPool, is_equal
@@ -108,17 +109,47 @@ def test_integers_are_equal_only_to_themselves(number, other, dress):
     )
 
 
-@given(st.text("0123456789.,/%^_{}()[]\\fracsqtx=<>+- $", max_size=80), ANSWERS)
+TOKENS = st.sampled_from([
+    *"0123456789xyAB.,;:/%^_{}()[]|=<>+-$ıİſK√°½& \n", "\\\\", "\\infty", "-\\infty", "\\ne",
+    "\\neq", "\\le", "\\geq", "\\in", "\\cup", "\\frac", "\\sqrt", "\\pi", "\\pm", "\\text{",
+    "\\mathbb{R}",
+    "\\begin{matrix}", "\\end{matrix}", " and ", " or ", "x > ", " < x", "six", "sıx", "twenty-",
+    "half", "million", "third", "th", " cm", "hours", "not ", "Option ",
+])  # fmt: skip
+TEXTS = st.lists(TOKENS, max_size=16).map("".join)
+
+
+@pytest.mark.parametrize("text", [
+    "x > 2\\infty and x \\ne 3", "x > -\\infty 2, x \\ne 3", "x<3\\infty and x\\neq 2",
+    "sıx", "fıve", "SİX", "5 mıllıon", "one and a thırd",
+])  # fmt: skip
+def test_no_rule_fails_on(text):
+    assert "Error" not in str(answers.compare(text, "5"))
+
+
+@given(TEXTS, TEXTS, ANSWERS)
 @settings(deadline=None, max_examples=300)
-def test_reading_never_fails(text, gold):
+def test_reading_never_fails(text, other, gold):
     for outcome in (
-        compare(text, gold),
-        compare(gold, text),
-        compare(text, gold, choices=("7", gold)),
+        answers.compare(text, gold),
+        answers.compare(gold, text),
+        answers.compare(text, other),
+        answers.compare(text, gold, choices=("7", gold)),
     ):
         assert isinstance(outcome, Comparison) or outcome.split(":")[0] in (
             "equal", "different", "refused",
         )  # fmt: skip
+        assert "Error" not in str(outcome)
+
+
+def test_a_rule_that_fails_refuses_the_answer_and_says_so(monkeypatch, caplog):
+    def fail(*_):
+        raise KeyError("mıllıon")
+
+    monkeypatch.setattr(answers.free_text, "statement", fail)
+    assert answers.compare("5 of them", "6") == "refused: KeyError"
+    assert not is_equivalent("5 of them", "6")
+    assert "Comparing '5 of them' with '6' failed: KeyError('mıllıon')" in caplog.text
 
 
 def test_tolerance_is_relative_to_the_gold_answer():

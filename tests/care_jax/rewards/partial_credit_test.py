@@ -71,6 +71,8 @@ def test_either_tag_of_the_rationale_will_do():
     text = "<reasoning>Count.</reasoning><answer>3</answer>"
     example = Example("0", "made", (), "?", "4")
     assert relative_error("?", [text], example)[0]["acc"] == pytest.approx(0.675)
+    text = "<think>Count.<reasoning>b</reasoning><answer>4</answer>"  # its rationale stays open
+    assert relative_error("?", [text], example)[0]["acc"] == 0
 
 
 def test_with_success_at_1_the_successes_are_those_of_the_built_in_verifier():
