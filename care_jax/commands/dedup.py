@@ -64,7 +64,7 @@ class DuplicateIndex:
     def __init__(self, near_bits: int):
         self._near_bits = near_bits
         self._exact: dict[bytes, tuple[str, bytes]] = {}
-        self._near: dict[bytes, list[tuple[str, Content]]] = {}
+        self._near: dict[tuple[bytes, bytes], list[tuple[str, Content]]] = {}
         self._benchmark: dict[bytes, list[tuple[str, Content]]] = {}
         self._benchmark_pictures: dict[bytes, str] = {}
 
@@ -92,15 +92,15 @@ class DuplicateIndex:
             name, answer = self._exact[content.exact]
             conflict = "" if answer == content.answer else " with another answer"
             return f"duplicate of {name}{conflict}"
-        for name, other in self._near.get(content.text, ()):
-            if content.answer == other.answer and self._has_similar_pictures(content, other):
+        for name, other in self._near.get((content.text, content.answer), ()):
+            if self._has_similar_pictures(content, other):
                 return f"near duplicate of {name}"
         return ""
 
     def add(self, name: str, content: Content) -> None:
         """Adds an example that is kept."""
         self._exact[content.exact] = name, content.answer
-        self._near.setdefault(content.text, []).append((name, content))
+        self._near.setdefault((content.text, content.answer), []).append((name, content))
 
     def _has_similar_pictures(self, one: Content, other: Content) -> bool:
         return len(one.pictures) == len(other.pictures) and all(

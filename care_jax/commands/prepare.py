@@ -37,7 +37,7 @@ from care_jax.devices.standard_streams import outlive_readers
 from care_jax.report.console import print_line
 from care_jax.run import lock
 
-LEFT_OUT = "left_out.jsonl"
+LEFT_OUT = "left_out.jsonl"  # rows by their number, from 1
 RESPONSE_TOO_LONG = "response too long"
 # Keys of `data` that determine the output.
 _DECISIVE = ("prepare", "min_pixels", "max_pixels", "buckets")
@@ -58,14 +58,6 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     """
     data = config.data
     _check(config)
-    settings = {"think_tag": data.think_tag}
-    sources, benchmarks = (
-        {
-            name_of(section): open_rows(f"data.prepare.{name}.{number}", section, settings)
-            for number, section in enumerate(data.prepare[name])
-        }
-        for name, open_rows in (("sources", open_section), ("benchmarks", open_questions))
-    )
     whole = json.loads(data.to_json_best_effort())
     expected = {key: whole[key] for key in _DECISIVE} | {
         "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
@@ -81,6 +73,14 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
             )
         print_line(f"{out} was prepared before, and nothing is read again; remove it to repeat it")
         return manifest
+    settings = {"think_tag": data.think_tag}
+    sources, benchmarks = (
+        {
+            name_of(section): open_rows(f"data.prepare.{name}.{number}", section, settings)
+            for number, section in enumerate(data.prepare[name])
+        }
+        for name, open_rows in (("sources", open_section), ("benchmarks", open_questions))
+    )
     inspect = _make_inspect(config)
     index = DuplicateIndex(data.prepare.near_bits)
     manifest = {"config": expected, "num_examples": 0, "sources": {}, "benchmarks": {}}
@@ -183,7 +183,7 @@ def _clean(
             dropped.add(problem, row)
             in_benchmarks.update([benchmark] if benchmark else [])
             id = example.id if example else ""
-            line = {"source": name, "row": row, "id": id, "reason": str(problem)}
+            line = {"source": name, "row": row + 1, "id": id, "reason": str(problem)}
             line |= {"detail": problem.detail} if problem.detail else {}
             left_out.write(json.dumps(line, ensure_ascii=False) + "\n")
             continue

@@ -106,7 +106,7 @@ def fingerprint(image: AnyImage) -> Fingerprint:
     it is above their median. Unlike a hash of differences between neighbouring pixels, it
     distinguishes line drawings, which are mostly white.
     """
-    picture = open_image(image, at_least=_GRAY_SIDE).convert("RGBA")
+    picture = open_image(image).convert("RGBA")
     picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
     digest = hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).digest()[:16]
     gray = picture.convert("L").resize((_GRAY_SIDE, _GRAY_SIDE), Image.Resampling.BILINEAR)

@@ -267,9 +267,12 @@ def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
     config = run.config
     sampling = {key: config.evaluate[key] for key in ("temperature", "top_p", "num_samples")}
     prompts = ("min_pixels", "max_pixels", "system_prompt", "instruction", "think_tag")
+    tokenizer = run.policy.tokenizer
     return {
         "model": config.model.path,
         "tokenizer": config.model.tokenizer,
+        # Of its files, which may have been edited.
+        "tokens": _digest([tokenizer.get_chat_template(), tokenizer.get_vocab()]),
         "versions": versions(),
         "compute_dtype": config.model.compute_dtype,
         "weights": _digest(np.asarray(checksum.addressable_data(0)).tolist()),

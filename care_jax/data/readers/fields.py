@@ -70,7 +70,7 @@ def example_of(
         folder, images_outside: see `rows.images_of`.
         has_image_names: the names of images were chosen, so that no other field has any.
     """
-    found = {part: _first(row, names[part]) for part in names if part != "images"}
+    found = {part: first_of(row, names[part]) for part in names if part != "images"}
     for part in ("question", "answer"):
         if found[part][1] is None:
             raise Unusable(
@@ -96,7 +96,7 @@ def example_of(
     )
 
 
-def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
+def first_of(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
     """The first of these fields that is not empty and its value, else the first that is there."""
     pairs = [(name, value) for name in names if (value := value_at(row, name)) is not None]
     filled = (pair for pair in pairs if not _is_empty(pair[1]))

@@ -151,9 +151,17 @@ def _read_group(path: pathlib.Path, number: int, columns: Sequence[str] | None) 
         if decoded > MAX_GROUP_BYTES:
             return None
     table = pyarrow.Table.from_batches(batches, batches[0].schema if batches else None)
+    table = table.combine_chunks()  # a row is looked for in every chunk
     if table.num_rows != claimed.num_rows:
         raise ValueError(f"{table.num_rows} rows, expected {claimed.num_rows}")
     return table
+
+
+def open_columns(paths: Sequence[pathlib.Path], names: Sequence[str]) -> ParquetRows:
+    """The columns with these fields, see `fields.value_at`; ValueError if there are none."""
+    schema = _open(paths[0]).schema_arrow
+    roots = [_column_of(schema, name, paths[0]) for name in names]
+    return ParquetRows(paths, [*dict.fromkeys(roots)])
 
 
 def open_rows(

@@ -137,7 +137,7 @@ def test_what_is_left_out_is_counted_by_reason_and_listed(config, tmp_path):
     assert len(listed) == 10
     assert listed[0] == {
         "source": "chartqa-human",
-        "row": 1,
+        "row": 2,
         "id": "train-1",
         "reason": "question of benchmark bench",
     }
@@ -202,6 +202,51 @@ def test_benchmark_rows_that_training_refuses_are_compared(
         "  not compared 1: image unreadable or truncated",
         "  not compared 1: neither a question nor an image",
     ]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_benchmark_s_fields_are_found_as_for_training(
+    config, tmp_path, write_parquet, write_json, picture, kind
+):
+    """Named ones, also inside of others, and a chat's last question."""
+    (tmp_path / "70.png").write_bytes(picture(70))
+    smaller = Image.open(tmp_path / "70.png").resize((72, 48)).convert("RGB")
+    smaller.save(tmp_path / "70.jpg", quality=80)
+    chat = [{"role": "user", "content": "<image>Which one is it?"}]
+    texts = ["<image>Which one is it?", "What is 17 times 3?", None]
+    rows = [{"task": {"q": text}, "answer": "A", "figure": None} for text in texts]
+    (bench,) = config.data.prepare.benchmarks
+    if kind == "parquet":
+        rows[0]["figure"] = {"bytes": picture(70)}
+        task = pa.struct({"q": pa.string()})
+        columns = {"task": task, "answer": pa.string(), "figure": IMAGE}
+        write_parquet(tmp_path / "bench.parquet", rows, columns)
+    else:
+        rows[0] |= {"figure": "70.png", "task": {"q": chat}}
+        write_json(tmp_path / "bench.jsonl", rows)
+        bench = common.source("jsonl", path=str(tmp_path / "bench.jsonl"))
+    bench.columns.update(question="task.q", images="figure")
+    config.data.prepare.benchmarks = (bench,)
+    copies = [
+        {"question": "which <image> one is it", "answer": "B", "image": "70.jpg"},
+        {"question": "What is 17 times 3 ?", "answer": "51"},
+        {"question": "What is 18 times 3 ?", "answer": "54"},
+    ]
+    write_json(tmp_path / "mine.jsonl", copies)
+    config.data.prepare.sources = config.data.prepare.sources[1:]
+    manifest = prepare.prepare(config, tmp_path / "out")
+    (mine,) = manifest["sources"].values()
+    assert mine["left_out"] == {"question of benchmark bench": 2} and mine["kept"] == 1
+    (report,) = manifest["benchmarks"].values()
+    assert report["left_out"] == {"neither a question nor an image": 1}
+
+
+def test_a_prepared_folder_is_enough(config, tmp_path, capsys):
+    """A node that trains need not have what it was prepared from."""
+    manifest = prepare.prepare(config, tmp_path / "out")
+    (tmp_path / "mine.jsonl").unlink()
+    assert prepare.prepare(config, tmp_path / "out") == manifest
+    assert "was prepared before" in capsys.readouterr().out
 
 
 def test_a_benchmark_without_any_readable_question_is_refused(config, tmp_path, write_json):

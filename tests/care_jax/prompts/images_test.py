@@ -40,6 +40,14 @@ def test_paths_bytes_and_opened_images_are_the_same_picture(picture, tmp_path):
     assert open_image(encoded(opened)).tobytes() in pixels
 
 
+def test_a_jpeg_and_its_pixels_in_another_file_have_one_fingerprint(picture):
+    jpeg, png = io.BytesIO(), io.BytesIO()
+    large = open_image(picture(1)).convert("RGB").resize((640, 480))
+    large.save(jpeg, "JPEG", quality=80)
+    Image.open(jpeg).save(png, "PNG")
+    assert fingerprint(jpeg.getvalue()) == fingerprint(png.getvalue())
+
+
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 @pytest.mark.parametrize("at_least", [0, 1])
 def test_truncated_file_is_refused_at_every_scale(picture, format, at_least):

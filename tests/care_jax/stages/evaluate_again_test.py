@@ -75,6 +75,17 @@ def test_samples_of_other_weights_or_settings_are_not_believed(
     assert [len(file.read_text().splitlines()) for file in files] == [5, 5]
 
 
+def test_samples_of_another_template_of_the_same_path_are_not_believed(
+    benchmark_run, asked, monkeypatch
+):
+    benchmarked(benchmark_run())
+    run = benchmark_run()
+    template = run.policy.tokenizer.get_chat_template()
+    monkeypatch.setattr(run.policy.tokenizer, "chat_template", f"{template} ")
+    benchmarked(run)
+    assert [call["asked"] for call in asked[1]] == [[*range(5)]] * 2
+
+
 def test_samples_of_other_rows_are_not_believed(benchmark_run, release, asked):
     """A release may be downloaded in parts, or replaced by another split."""
     benchmarked(benchmark_run())
