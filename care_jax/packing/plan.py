@@ -201,14 +201,13 @@ def _pack_all(
     num_patches = int((sizes.is_needed * sizes.patches).sum())
     if not num_tokens:
         return lengths[-1], [], 0
-    # One branch per row always fits, which bounds the number of microbatches. Several microbatches
-    # of rows at most half the longest are never needed.
+    # One branch per row always fits, which bounds the number of microbatches.
     most = -(-np.count_nonzero(sizes.branches) // num_rows)
     shapes = [
         (n, length)
         for n in range(max(1, -(-num_patches // (num_rows * widths[-1]))), most + 1)
         for length in lengths
-        if n * num_rows * length >= num_tokens and (n == 1 or 2 * length > lengths[-1])
+        if n * num_rows * length >= num_tokens
     ]
 
     def cost(shape: tuple[int, int]) -> tuple[float, int]:

@@ -312,7 +312,7 @@ def _with_reflected(
     if last.components is not None:
         last.components.fill({})
     if reflected is not None and len(index):
-        if run.config.care.reflect_credit == "prompt_only":
+        if run.objective.drops_context:
             policy = run.policy
             opening = policy.tokenizer.encode(f"<{policy.think_tag}>", add_special_tokens=False)
             rollouts, scores = reflection.without_context(

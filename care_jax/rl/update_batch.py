@@ -116,8 +116,11 @@ def as_reference(run: Run, params: backbone.Params) -> backbone.Params:
 
     The vision encoder reads some of its own in float32.
     """
-    text = functools.partial(jnp.array, dtype=run.config.model.compute_dtype, copy=True)
-    return jax.tree.map(jnp.copy, params) | {"text": jax.tree.map(text, params["text"])}
+    dtypes = {"text": run.config.model.compute_dtype}
+    return {
+        name: jax.tree.map(functools.partial(jnp.array, dtype=dtypes.get(name), copy=True), part)
+        for name, part in params.items()
+    }
 
 
 def put_scored(

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 
 from care_jax.config.resume import TRAINING
 from care_jax.devices.flops import GIB
@@ -16,9 +17,28 @@ _EXPORT_BYTES = 2  # of a parameter, in bfloat16
 
 
 def checkpoint_bytes(run: Run, stage: str) -> int:
-    """Size of a checkpoint of a stage, "sft" or "rl", without unfinished rollouts."""
+    """Size of a checkpoint of a stage, "sft" or "rl"."""
     state = abstract_state(run, make_adamw(run, stage))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return size + (_in_flight_bytes(run) if stage == "rl" else 0)
+
+
+def _in_flight_bytes(run: Run) -> int:
+    """Size of the KV caches of the prompts that `rl.carry_over` leaves unfinished, at the most."""
+    rl, text = run.config.rl, run.policy.config.text
+    num_prompts = min(math.ceil(rl.carry_over * rl.prompts_per_step), rl.decode_prompts)
+    num_rows = min(rl.decode_rows, rl.num_rollouts)
+    num_tokens = max(map(tuple, run.config.data.buckets))[0] + num_rows * rl.max_response_tokens
+    itemsize = jnp.dtype(run.config.model.compute_dtype).itemsize
+    return (
+        2
+        * num_prompts
+        * num_tokens
+        * text.num_layers
+        * text.num_kv_heads
+        * text.head_dim
+        * itemsize
+    )
 
 
 def check(run: Run) -> str:

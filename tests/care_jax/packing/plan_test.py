@@ -206,6 +206,12 @@ def test_rows_of_one_microbatch_are_as_short_as_their_trees():
     assert found.row_tokens == 40 and fill_of([found])["train_fill"] == 1.0
 
 
+def test_rows_whose_patches_fill_them_are_as_short_as_their_tokens():
+    """No two of these images stand in one row, however short the rows are."""
+    found = plan(make_sizes(*[(10, 40, [10])] * 4))
+    assert (found.row_tokens, found.num_microbatches) == (20, 4)
+
+
 def test_a_row_is_filled_by_the_two_trees_that_fill_it():
     found = plan(make_sizes(*((5, 0, [n - 5]) for n in (50, 30, 20, 45, 35, 20))))
     assert fill_of([found])["train_fill"] == 1.0 and found.num_microbatches == 2

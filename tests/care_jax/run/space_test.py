@@ -7,6 +7,8 @@ import jax
 import pytest
 from scripted import make_step
 
+from care_jax.aot import shapes
+from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run import space
 from care_jax.run.run import abstract_params
 
@@ -46,6 +48,17 @@ def test_checkpoints_that_will_be_there_at_once_need_room(
         warning = check(monkeypatch, run, enough - 0.1)
         assert warning.startswith(f"warning: the disk of {run.workdir} has ")
         assert "lower keep_checkpoints" in warning
+
+
+def test_rollouts_in_flight_need_room_too(make_run):
+    changes = RL | {"rl.carry_over": 0.25, "rl.prompts_per_step": 8, "rl.prompts_per_update": 8}
+    changes |= {"rl.decode_rows": 2, "rl.decode_prompts": 4}
+    run, without = make_run(changes), make_run(changes | {"rl.carry_over": 0.0})
+    caches = shapes.slots(run, rollout_sizes(run)[0], max(run.config.data.buckets)[0]).cache
+    size = space.checkpoint_bytes(run, "rl") - space.checkpoint_bytes(without, "rl")
+    of_rows = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) // 2  # of 2 of 4
+    assert of_rows < size < 2 * of_rows
+    assert space.checkpoint_bytes(run, "sft") == space.checkpoint_bytes(without, "sft")
 
 
 def test_an_export_needs_room_too(make_run, monkeypatch):
