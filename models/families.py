@@ -40,7 +40,8 @@ class Family:
     architecture: str  # the class of transformers
     decoder: Decoder
     tower: Tower | None = None
-    nests: bool = False  # tensors of decoder and tower are named under "model."
+    # Tensors of decoder and tower are named under "model.", settings under "text_config".
+    nests: bool = False
 
 
 _SILU = {"hidden_act": "silu"}
@@ -88,7 +89,6 @@ FAMILIES = {
             flags={**_QWEN2, "mrope_interleaved": False},
             fixed={**_SILU, "use_sliding_window": False},
             names=_SIZES,
-            written={"model_type": "qwen2_5_vl_text"},
         ),
         Tower(
             flags={"gated": True},

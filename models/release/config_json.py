@@ -2,9 +2,8 @@
 
 The file has two layouts. Text-only releases and those of Qwen2.5-VL keep the text fields at the top
 level with `rope_theta` and `rope_scaling`. Qwen3-VL and transformers 5 nest them under
-`text_config` if there is a tower, and transformers 5 writes `rope_parameters`. All are read. With a
-tower the nested layout is written, always with `rope_theta` and `rope_scaling`, which both older
-and newer transformers open.
+`text_config` if there is a tower, and transformers 5 writes `rope_parameters`. All are read. The
+layout of a family's releases is written, which the oldest transformers with the family opens too.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def to_hf(config: BackboneConfig) -> dict[str, Any]:
     return {
         **top,
         **{name: getattr(config, name) for name in IMAGE_TOKENS},
-        "text_config": {**decoder, **shared},
+        **({"text_config": {**decoder, **shared}} if family.nests else decoder),
         "vision_config": _part_to_hf(config.vision, family.tower)
         | {"in_channels": config.vision.in_channels},
     }

@@ -353,7 +353,8 @@ def export(
 def _write_configs(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype) -> None:
     """Writes config.json and generation_config.json, and removes weights of an earlier export."""
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {**config_json.to_hf(config), "dtype": dtype.name}
+    # transformers before 4.56 reads the latter.
+    fields = {**config_json.to_hf(config), "dtype": dtype.name, "torch_dtype": dtype.name}
     generation = {name: fields[name] for name in ("eos_token_id", "pad_token_id")}
     for name, content in (("config.json", fields), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
