@@ -63,14 +63,14 @@ def export_adapters(run: Run, source: Source) -> pathlib.Path:
     step = source.step or max(saved_steps(run.workdir, last))
     progress = read_progress(checkpoint_folder(run, last), step, run.fingerprint())
     before = progress.get("settings", {}).get("stages", ())
-    if gone := [stage for stage in before if stage not in source.stages]:
+    if gone := [stage for stage in before if not saved_steps(run.workdir, stage)]:
         raise ValueError(
             f"the adapters of {last} stand on those of {gone[0]}, and the checkpoints in "
             f"{checkpoint_folder(run, gone[0])} are gone; put them back, or use the export, which "
             "has all weights"
         )
     model, folder = run.config.model, run.workdir / "adapter"
-    steps = [(stage, None) for stage in source.stages[:-1]] + [(source.stages[-1], source.step)]
+    steps = [*((stage, None) for stage in before), (last, source.step)]
     adapters = [restore(run, stage, step, of=lora.only) for stage, step in steps]
     change, alpha = lora.concatenated(adapters), model.lora_alpha * len(adapters)
     peft_folder.export(folder, change, run.policy.config, alpha=alpha, base=model.path)
