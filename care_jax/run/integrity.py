@@ -97,6 +97,19 @@ def shared_damage(folder: pathlib.Path, of: str = "") -> str:
     return next(filter(None, distributed.gather_json(find_damage(folder, of=of, **share))), "")
 
 
+def refuse_other_copies(release: pathlib.Path) -> None:
+    """Raises a ValueError if processes have other files of a release; each reads its own copy."""
+    sizes = {path.name: path.stat().st_size for path in sorted(release.glob("*.safetensors"))}
+    manifest = _sha256(release / MANIFEST) if has_manifest(release) else ""
+    first, *others = distributed.gather_json([sizes, manifest])
+    differing = [number for number, files in enumerate(others, start=1) if files != first]
+    if differing:
+        raise ValueError(
+            f"expected the same files of model.path {release} on all processes, got others on "
+            f"{', '.join(map(str, differing))} than on 0; give all hosts the same files"
+        )
+
+
 def refuse_damaged(release: pathlib.Path, fault: str) -> None:
     """Raises a ValueError if `find_damage` has found a fault in a release."""
     if fault:

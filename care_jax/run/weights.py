@@ -71,8 +71,8 @@ def start(run: Run) -> Params:
     """The weights of `model.path`, or random ones, in the training layout.
 
     Raises:
-        ValueError: the release is incomplete, does not match its manifest, or has weights that are
-            not finite.
+        ValueError: the release is incomplete, does not match its manifest, is another one on
+            another process, or has weights that are not finite.
     """
     model, shape = run.config.model, run.policy.config
     dtype, shardings = jnp.dtype(model.param_dtype), sharding.of(lora.without(abstract_params(run)))
@@ -80,6 +80,7 @@ def start(run: Run) -> Params:
         params = backbone.init(shape, jax.random.key(run.config.seed), dtype)
         return jax.device_put(params, shardings)
     folder = hub.find(model.path, hub.MODEL, kind="model")  # downloads the weights of a hub id
+    integrity.refuse_other_copies(folder)
     integrity.refuse_damaged(folder, integrity.shared_damage(folder))
     params, _ = backbone.load(folder, shape, dtype, shardings)
     advice = "choose another, or export it again"

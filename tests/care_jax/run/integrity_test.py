@@ -2,6 +2,7 @@
 
 import json
 import os
+import types
 
 import pytest
 
@@ -46,6 +47,26 @@ def test_processes_share_the_files(folder):
         found = [integrity.find_damage(folder, part=part, num_parts=3) for part in range(3)]
         assert sum(map(bool, found)) == 1 and path.name in "".join(found)
         path.write_bytes(data)
+
+
+@pytest.mark.parametrize("other", ["another export", "another shard", "no manifest"])
+def test_another_copy_of_a_release_on_another_process_is_refused(folder, monkeypatch, other):
+    (folder / "model.safetensors").write_bytes(b"1")
+    integrity.write_manifest(folder)
+    told = []
+    gather = types.SimpleNamespace(gather_json=lambda ours: told.append(ours) or [*told])
+    monkeypatch.setattr(integrity, "distributed", gather)
+    integrity.refuse_other_copies(folder)
+    integrity.refuse_other_copies(folder)  # two processes with the same
+    if other == "another shard":
+        (folder / "model.safetensors").write_bytes(b"12")
+    else:
+        os.remove(folder / integrity.MANIFEST)
+    if other == "another export":
+        (folder / "model.safetensors").write_bytes(b"2")
+        integrity.write_manifest(folder)
+    with pytest.raises(ValueError, match="on all processes, got others on 2 than on 0; give all"):
+        integrity.refuse_other_copies(folder)
 
 
 def test_a_file_written_again_gets_a_new_sum(folder):
