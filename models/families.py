@@ -19,6 +19,8 @@ class Decoder:
     fixed: Mapping[str, Any]  # settings of all releases; other values are not implemented
     names: Mapping[str, str]  # fields of our config that a file has, and its names of them
     written: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more, for export
+    # Of fields that a file may lack: older transformers leave out what equals their defaults.
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +31,6 @@ class Tower(Decoder):
     image_mean: tuple[float, float, float]  # of each channel of pixels in [0, 1]
     image_std: tuple[float, float, float]
     processor: str  # the class that preprocessor_config.json names
-    # Of fields that a file may lack: older transformers leave out what equals their defaults.
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +161,7 @@ FAMILIES = {
             flags={"qkv_bias": False, "qk_norm": False},
             fixed={**_SILU, "attention_bias": False, "mlp_bias": False},
             names=_SIZES,
+            defaults={"rope_theta": 1e4},  # of Llama 2
         ),
     ),
 }

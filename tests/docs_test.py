@@ -192,7 +192,7 @@ WORDS = {
     "docs/hyperparameters.md": 1200,
     "docs/method.md": 1900,
     "docs/models.md": 1150,
-    "docs/one_gpu.md": 850,
+    "docs/one_gpu.md": 880,
     "docs/operations.md": 1850,
     "docs/paper.md": 2500,
     "docs/performance.md": 1850,

@@ -175,7 +175,7 @@ def slots_per_block(num_slots: int, impl: AttentionImpl, is_prefix: bool) -> int
 
 
 def whole_blocks(num_slots: int) -> int:
-    """The slots to allocate for at least `num_slots`, so that no kernel has to pad the cache."""
+    """The slots to allocate for at least `num_slots`; from 256 on no kernel pads the cache."""
     block = max(_TPU_BLOCKS)
     return num_slots if num_slots < block else -(-num_slots // block) * block
 

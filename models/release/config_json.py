@@ -261,6 +261,7 @@ def _text_from_hf(config: dict[str, Any], family: Family, *, tie: bool) -> TextC
     decoder, reads_images = family.decoder, family.tower is not None
     if "num_local_experts" in config:  # as transformers 5 writes it
         config = {"num_experts": config["num_local_experts"], **config}
+    config = {**decoder.defaults, **config}
     _check_fixed(config, decoder.fixed, "text_config")
     fields = _fields(config, decoder.names, "text_config")
     if "head_dim" not in fields:

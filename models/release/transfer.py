@@ -86,6 +86,8 @@ def _find(
     problems = []
     for entry in read_headers(folder).values():
         name = weights.release_name(entry.name, family)
+        if name.endswith("rotary_emb.inv_freq"):  # of older Llama releases; a constant
+            continue
         if name in found:
             problems.append(f"{name} is duplicated, as {found[name].name} and {entry.name}")
         found[name] = entry

@@ -305,6 +305,15 @@ def test_config_survives_its_own_file_and_transformers(name):
     assert config_json.from_hf(opened.to_dict()) == config
 
 
+def test_a_llama_without_rotary_settings_has_those_of_transformers():
+    fields = llama_release() | {"rope_scaling": None}
+    del fields["rope_theta"]
+    read = config_json.from_hf(fields)
+    opened = opened_by_transformers(copy.deepcopy(fields))
+    assert read.text.rope_theta == opened.rope_parameters["rope_theta"] == 1e4
+    assert read.text.rope_scaling is None
+
+
 def test_a_release_that_pads_with_a_token_of_its_own_keeps_its_first_token():
     read = config_json.from_hf(llama_release() | {"pad_token_id": 128004})
     written = config_json.to_hf(read)

@@ -51,6 +51,20 @@ def test_the_change_is_alpha_over_rank_times_the_product(adapted, params):
     np.testing.assert_allclose(merged, kernel + change, atol=1e-6)
 
 
+@pytest.mark.parametrize(("num_steps", "share"), [(1, 0.06), (10, 0.51), (30, 0.92), (100, 1.0)])
+def test_bfloat16_rounds_a_small_change_away(num_steps, share):
+    """Most of the weights' neighbours lie farther than the change of B by a few steps at 1e-5."""
+    rng, width, rank = np.random.default_rng(0), 1024, 16
+    kernel = jnp.asarray(0.025 * rng.normal(size=(1, width, width)), jnp.bfloat16)
+    a = jnp.asarray(rng.normal(size=(1, width, rank)) / width**0.5, jnp.bfloat16)
+    b = jnp.asarray(1e-5 * num_steps * rng.choice([-1.0, 1.0], (1, rank, width)), jnp.bfloat16)
+    adapter = {"kernel": kernel, "lora_a": a, "lora_b": b, "lora_scale": jnp.full(1, 2.0)}
+    wide = {name: x.astype(jnp.float32) for name, x in adapter.items()}
+    found, expected = (lora.merged({"q": each})["q"]["kernel"] for each in (adapter, wide))
+    found, expected = (np.asarray(x - wide["kernel"], np.float32) for x in (found, expected))
+    assert (found * expected).sum() / (expected**2).sum() == pytest.approx(share, abs=0.02)
+
+
 def test_gpus_merge_to_the_same_weights_one_layer_at_a_time(adapted):
     query = adapted["text"]["layers"]["attention"]["q"]
     arrays = [query[name] for name in ("kernel", "lora_a", "lora_b", "lora_scale")]

@@ -117,6 +117,15 @@ def test_missing_unused_and_misshapen_tensors_are_named(folder, prefixes):
     assert f"{misshapen} has shape (3,), expected (32,)" in message
 
 
+def test_frequencies_that_older_releases_store_are_not_read(folder, prefixes):
+    text, _ = prefixes
+    tensors = load_file(folder / "model.safetensors")
+    expected, _ = backbone.load(folder)
+    tensors[f"{text}layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    assert_same(backbone.load(folder)[0], expected)
+
+
 def test_a_tied_backbone_has_no_unembedding_of_its_own(tied_config, make_params, folder, tmp_path):
     params = make_params(tied_config)
     backbone.export(tmp_path / "tied", params, tied_config, jnp.float32)
