@@ -3,9 +3,10 @@
 Set `--config.data.train.path=train.jsonl`, likewise `data.sft.path` and `data.test.path`.
 `care_jax/data/readers/jsonl.py` describes a row.
 
-CARE has the paper's values. Where rationales are short or hold the error, uniform token weights,
-`--config.care.region_weights=False`, did better on small tasks (docs/paper.md). Then also set
-`--config.care.anchor_rule=random`: with the shortest anchor rationales can vanish.
+CARE has the paper's values. Where rationales are short and may be wrong,
+`--config.care.gamma_share=0.2` did better on small tasks (docs/paper.md), as did uniform weights,
+`--config.care.region_weights=False`, with `--config.care.anchor_rule=random`: with the shortest
+anchor rationales can vanish.
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,9 @@
 """The tiny backbone on a task for reflection: rationales state what was read, often wrongly.
 
-In the demo (`configs/tiny.py`) no rationale is wrong, so reflection has nothing to repair. Here the
-teacher misreads the figure in half of the kinds of question and answers from its reading. In the
-other half it reads correctly and sometimes computes wrongly. See `care_jax/data/drawn/readings.py`.
+In the demo (`configs/tiny.py`) nine rationales of ten are right, so reflection has little to
+repair. Here the teacher misreads the figure in half of the kinds of question and answers from its
+reading. In the other half it reads correctly and sometimes computes wrongly. See
+`care_jax/data/drawn/readings.py`.
 `python -m care_jax.commands.probe --config=configs/repair.py` measures what a repair can gain.
 """
 

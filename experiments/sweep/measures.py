@@ -190,14 +190,14 @@ MEASURES = {
         "rescued groups",
         lambda run, _: float(run.num_triggers[-1]) if run.steps else None, ".0f"),
     "rescue_gain@50": Measure(
-        "rollout acc, 50 steps after an all-failed group, points",
+        "ΔAcc@50: rollout acc, 50 steps after an all-failed group, points",
         _percent(lambda run: curves.gain_after("all_wrong_rate", run, 50))),
     "reflect_gain@300": Measure(
         "rollout acc, 300 steps after a repair, points",
         _percent(lambda run: curves.gain_after("reflect_rate", run, 300))),
     "acc_at_50": dataclasses.replace(
         lead_of(Measure("", _percent(lambda run: curves.rollouts_at(run, 50)))),
-        label="ΔAcc@50, points"),
+        label="rollout acc at step 50: lead over {reference}"),
     "kl_per_trigger": Measure(
         "ΔKL per 1000 triggers, nats", _over_reference(_kl_per_trigger), ".4f"),
     # The √K' signature over all contrasted groups.
