@@ -29,16 +29,9 @@ def _in_flight_bytes(run: Run) -> int:
     num_prompts = min(math.ceil(rl.carry_over * rl.prompts_per_step), rl.decode_prompts)
     num_rows = min(rl.decode_rows, rl.num_rollouts)
     num_tokens = max(map(tuple, run.config.data.buckets))[0] + num_rows * rl.max_response_tokens
+    num_values = 2 * text.num_layers * text.num_kv_heads * text.head_dim  # of a token
     itemsize = jnp.dtype(run.config.model.compute_dtype).itemsize
-    return (
-        2
-        * num_prompts
-        * num_tokens
-        * text.num_layers
-        * text.num_kv_heads
-        * text.head_dim
-        * itemsize
-    )
+    return num_prompts * num_tokens * num_values * itemsize
 
 
 def check(run: Run) -> str:
