@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from care_jax import main
 from care_jax.config import command_line
-from care_jax.config.checks import has_test
+from care_jax.config.checks import has_test, is_evaluated
 from care_jax.data.readers import jsonl
 from care_jax.devices import xla_flags
 from care_jax.rewards.reward_function import RewardFunction, check_reward, pickled
@@ -70,6 +70,16 @@ def train_on(
         check_reward(reward, "reward")
         pickled(reward)  # fails early if it cannot be sent to a process
     config = config.copy_and_resolve_references()
+    if "rl" not in config.stages:
+        raise ValueError(
+            f"expected the stage 'rl', which trains on these rows, in config.stages, got "
+            f"{tuple(config.stages)}; add it, or run the configuration with care_jax.main"
+        )
+    if test is not None and not is_evaluated(config):
+        raise ValueError(
+            f"expected an evaluation of the rows `test`, got stages {tuple(config.stages)}; add "
+            "'evaluate', set rl.eval_every, or leave test out"
+        )
     examples = {"rl": jsonl.in_memory(train, "train")}
     if test is not None:
         examples["evaluate"] = jsonl.in_memory(test, "test")

@@ -358,7 +358,8 @@ def _check_export(config: ConfigDict, saved: Mapping[str, Collection[int]]) -> N
     if not step.isdecimal():
         return
     done = [*saved.get(last, ())]
-    kept = [*done, *(each for each in _kept_steps(config, last) if each > max(done, default=0))]
+    later = [each for each in _kept_steps(config, last) if each > max(done, default=0)]
+    kept = [*done, *later][-config.keep_checkpoints :] if later else done
     is_best = config.keep_best and section.eval_every
     best = range(section.eval_every, section.num_steps + 1, section.eval_every) if is_best else ()
     if int(step) not in kept and int(step) not in best:

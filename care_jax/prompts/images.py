@@ -17,6 +17,7 @@ import os
 import pathlib
 import threading
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,11 @@ def encoded(image: AnyImage) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
+
+
+def checksum(image: AnyImage) -> int:
+    """CRC-32 of the bytes of an image's file, or of the pixels of a PIL image."""
+    return zlib.crc32(image.tobytes() if isinstance(image, Image.Image) else encoded(image))
 
 
 def fingerprint(image: AnyImage) -> Fingerprint:

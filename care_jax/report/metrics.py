@@ -114,6 +114,14 @@ class MetricWriter:
         """Starts or resumes a stage; its lines from `start_step` on are dropped."""
         if not self._is_writer:
             return
+        self._open(stage, start_step)
+        if len(self._boards) == 1:  # in the run's first seconds, such as of a wrong key
+            for tracker in self._trackers:
+                tracker.begin(stage)
+        else:
+            self._track(lambda tracker: tracker.begin(stage))
+
+    def _open(self, stage: str, start_step: int) -> None:
         if stage in self._boards:
             raise ValueError(f"stage {stage} has begun already; call begin once per stage")
         keep_records(self.path, lambda r: r.get("stage") != stage or r["step"] < start_step)
@@ -126,11 +134,6 @@ class MetricWriter:
         self._keep_refusals(self._boards[stage], folder)
         if self._settings:
             self._describe(stage)
-        if len(self._boards) == 1:  # in the run's first seconds, such as of a wrong key
-            for tracker in self._trackers:
-                tracker.begin(stage)
-        else:
-            self._track(lambda tracker: tracker.begin(stage))
 
     def has_line(self, stage: str, step: int) -> bool:
         """Whether metrics.jsonl has the line of a step; the same on all processes."""
@@ -162,7 +165,8 @@ class MetricWriter:
         if not self._is_writer:
             return
         if stage not in self._boards:
-            self.begin(stage, step)
+            self._open(stage, step)
+            self._track(lambda tracker: tracker.begin(stage))
         # Opened for each line: a mounted bucket has a line only once the file is closed.
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")

@@ -446,8 +446,10 @@ def read_progress(
 
 
 def _by_dotted_key(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """With values as JSON restores them."""
-    return flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
+    """With values as JSON restores them, whether the decoder's are under "text" or not."""
+    flat = flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
+    flat.pop("text.model_type", None)
+    return {key.removeprefix("text."): value for key, value in flat.items()}
 
 
 def _label(step: int | str) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,7 @@ from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
 
 MANIFEST = "sha256.json"
+_NUM_LAST_BYTES = 2**16
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -98,10 +100,14 @@ def shared_damage(folder: pathlib.Path, of: str = "") -> str:
 
 
 def refuse_other_copies(release: pathlib.Path) -> None:
-    """Raises a ValueError if processes have other files of a release; each reads its own copy."""
-    sizes = {path.name: path.stat().st_size for path in sorted(release.glob("*.safetensors"))}
-    manifest = _sha256(release / MANIFEST) if has_manifest(release) else ""
-    first, *others = distributed.gather_json([sizes, manifest])
+    """Raises a ValueError if processes have other files of a release; each reads its own copy.
+
+    Of weights the sizes and last bytes are compared, which differ between two trainings.
+    """
+    weights = {path.name: _ending(path) for path in sorted(release.glob("*.safetensors"))}
+    texts = [release / name for name in (MANIFEST, "config.json", "tokenizer.json")]
+    sums = {path.name: _sha256(path) for path in texts if path.is_file()}
+    first, *others = distributed.gather_json([weights, sums])
     differing = [number for number, files in enumerate(others, start=1) if files != first]
     if differing:
         raise ValueError(
@@ -117,6 +123,14 @@ def refuse_damaged(release: pathlib.Path, fault: str) -> None:
             f"model.path {release} is damaged: {fault}; export or copy it again, or remove "
             f"{MANIFEST} if its files were changed on purpose"
         )
+
+
+def _ending(path: pathlib.Path) -> list[int]:
+    """Size of a file, and the checksum of its last bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(size - _NUM_LAST_BYTES, 0))
+        return [size, zlib.crc32(file.read())]
 
 
 def _entry(path: pathlib.Path) -> dict[str, Any]:

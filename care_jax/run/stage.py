@@ -142,7 +142,9 @@ class Stage:
         self._check.begin(self.start, self.state, metadata)
         if self._eval_every and self.evaluate:
             name = f"{self.name}_eval"
-            self.run.metrics.begin(name, self.start + 1)
+            # Without a checkpoint an earlier start may have had other weights or questions.
+            is_resumed = self.checkpoints.latest_step is not None
+            self.run.metrics.begin(name, self.start + 1 if is_resumed else 0)
             if self._is_evaluated(self.start) and not self.run.metrics.has_line(name, self.start):
                 metrics = self._measure()
                 if self.start == self.checkpoints.latest_step:

@@ -119,10 +119,12 @@ def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
 
 
 def _rows(section: ConfigDict, examples: Sequence[Example]) -> str:
-    """Rows of each part of a section, and where they come from."""
-    sources = examples.sources if isinstance(examples, Mixture) else [examples]
-    pairs = zip(sources, parts_of(section), strict=True)
-    return " + ".join(f"{len(rows):,} rows of {part.path or part.source}" for rows, part in pairs)
+    """Rows of each part of a section, if they are apart, and where they come from."""
+    names = [part.path or part.source for part in parts_of(section)]
+    if not isinstance(examples, Mixture):
+        return f"{len(examples):,} rows of {' + '.join(names)}"
+    pairs = zip(examples.sources, names, strict=True)
+    return " + ".join(f"{len(rows):,} rows of {name}" for rows, name in pairs)
 
 
 def _stage(config: ConfigDict, stage: str) -> str:

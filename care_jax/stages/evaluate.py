@@ -36,6 +36,7 @@ from care_jax.benchmarks.samples import Answers, Questions, Sample, read, sample
 from care_jax.benchmarks.suite import BLANK, Benchmark
 from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
+from care_jax.prompts.images import checksum
 from care_jax.report.console import print_line
 from care_jax.report.records import read_records
 from care_jax.rewards.failures import failure
@@ -176,7 +177,9 @@ class Evaluator:
         return {
             **{name: whole[name] for name in sections},
             "test": whole["data"]["test"],
-            "rows": _digest([(x.id, x.question, x.answer) for x in rows]),
+            "rows": _digest(
+                [(x.id, x.question, x.answer, x.units, [*map(checksum, x.images)]) for x in rows]
+            ),
             "versions": versions(),
         }
 

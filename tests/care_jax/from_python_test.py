@@ -133,6 +133,14 @@ WRONG = {
         {"train": [{"problem": "?", "solution": "1"}]},
         "1 x no question (first is row 1: it has problem, solution; expected question and answer",
     ),
+    "rows without RL": (
+        {"config": small_config(stages=("sft", "evaluate"))},
+        "the stage 'rl', which trains on these rows, in config.stages, got ('sft', 'evaluate')",
+    ),
+    "rows that nothing evaluates": (
+        {"config": small_config(stages=("rl",)), "test": rows_of(1)},
+        "expected an evaluation of the rows `test`, got stages ('rl',); add 'evaluate'",
+    ),
     "a dict": ({"config": {"stages": ("rl",)}}, "ConfigDict, such as care_jax.configs.tiny.get_c"),
 }
 

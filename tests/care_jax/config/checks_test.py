@@ -295,10 +295,13 @@ def test_a_step_that_is_saved_already_may_be_exported():
     """Such as one saved by SIGTERM; the steps after the last are those of the schedule."""
     changes = EXPORTED | {"export.step": "73"}
     check(changes, saved={"rl": [60, 73]})
-    with pytest.raises(ValueError, match="after its last step, 60, 73, 100; set"):
+    with pytest.raises(ValueError, match="after its last step, 73, 100; set"):
         check(changes | {"export.step": "74"}, saved={"rl": [60, 73]})
     with pytest.raises(ValueError, match="after its last step, 90, 100; set"):
         check(changes | {"export.step": "60"}, saved={"rl": [90]})
+    with pytest.raises(ValueError, match="after its last step, 73, 100; set"):  # 60 makes room
+        check(changes | {"export.step": "60"}, saved={"rl": [60, 73]})
+    check(changes | {"export.step": "60", "keep_checkpoints": 1}, saved={"rl": [60, 100]})
 
 
 def test_a_function_from_python_takes_the_place_of_the_one_of_the_configuration():

@@ -127,11 +127,28 @@ def test_wandb_gets_the_same_names_and_a_resumed_stage_its_own_run(tmp_path, mon
     assert stub.finished == ["rl", "evaluate_rl"] * 2
 
 
+def test_a_tracker_that_fails_after_an_evaluation_is_left_out(tmp_path, monkeypatch, capsys):
+    """A run that begins with an evaluation has its first line when all is answered."""
+
+    class Failing(Wandb):
+        def init(self, **settings):
+            raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "wandb", Failing())
+    with MetricWriter(tmp_path, wandb_project="project") as writer:
+        writer.write("evaluate_start", 0, {"acc": 1})
+        assert "Wandb failed (no route)" in capsys.readouterr().out
+    assert len(writer.path.read_text().splitlines()) == 1
+    writer = MetricWriter(tmp_path, wandb_project="project")
+    with writer, pytest.raises(ConnectionError):
+        writer.begin("rl")
+
+
 @pytest.mark.parametrize("failing", ["init", "log", "finish"])
 def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
     tmp_path, monkeypatch, capsys, failing
 ):
-    """But for the first stage's begin, in the run's first seconds."""
+    """But where a stage's begin is the first, in the run's first seconds."""
 
     class Failing(Wandb):
         def init(self, **settings):

@@ -392,8 +392,8 @@ def zeroed(folder):
 
 OTHER = {"family": "qwen2_5_vl", "text": {"hidden_size": 128, "num_layers": 2}, "z": 0}
 OF_OTHER = (
-    "is of another model: text.hidden_size (checkpoint 64, config 128), text.mrope_section "
-    "(checkpoint [2, 3, 3], config unset), text.num_layers (checkpoint unset, config 2) and 1 "
+    "is of another model: hidden_size (checkpoint 64, config 128), mrope_section "
+    "(checkpoint [2, 3, 3], config unset), num_layers (checkpoint unset, config 2) and 1 "
     "more; use the config it was saved with or another --workdir"
 )
 DAMAGED = "is damaged and was renamed to 4.damaged; choose one of the steps [6]"

@@ -49,7 +49,9 @@ def test_processes_share_the_files(folder):
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("other", ["another export", "another shard", "no manifest"])
+@pytest.mark.parametrize(
+    "other", ["another export", "another shard", "another config", "no manifest"]
+)
 def test_another_copy_of_a_release_on_another_process_is_refused(folder, monkeypatch, other):
     (folder / "model.safetensors").write_bytes(b"1")
     integrity.write_manifest(folder)
@@ -59,7 +61,9 @@ def test_another_copy_of_a_release_on_another_process_is_refused(folder, monkeyp
     integrity.refuse_other_copies(folder)
     integrity.refuse_other_copies(folder)  # two processes with the same
     if other == "another shard":
-        (folder / "model.safetensors").write_bytes(b"12")
+        (folder / "model.safetensors").write_bytes(b"2")
+    elif other == "another config":
+        (folder / "config.json").write_text("{}")
     else:
         os.remove(folder / integrity.MANIFEST)
     if other == "another export":

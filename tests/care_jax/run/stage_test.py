@@ -102,6 +102,16 @@ def test_a_resumed_stage_repeats_no_evaluation_that_is_written(run_loop):
     assert finished.seen == []
 
 
+def test_what_a_start_without_a_checkpoint_evaluated_is_evaluated_again(run_loop):
+    """It may have begun with other weights or questions."""
+    changes = {"rl.eval_every": 2, "checkpoint_every": 4}
+    with pytest.raises(KeyboardInterrupt):
+        run_loop("broken", dies_at=0, changes=changes, evaluate=Evaluate({0: 0.25}))
+    *_, records = run_loop("broken", changes=changes, evaluate=Evaluate({0: 0.75}))
+    assert lines_of(records)[0] == 0.75
+    assert [record["step"] for record in records if record["stage"] == "rl_eval"] == [0, 2, 4]
+
+
 def saved_in(tmp_path):
     return sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints" / "rl").iterdir())
 

@@ -39,6 +39,15 @@ def test_the_banner_names_what_runs_on_what_with_which_data(one_device, tmp_path
     assert banner["workdir"] == str(tmp_path / "run")
 
 
+def test_held_out_rows_of_a_mixture_are_read_into_one_list(one_device, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 3)
+    parts = (common.source("jsonl", path=str(rows)), common.source("synthetic", num_examples=5))
+    changes = {"data.test.source": "mixture", "data.test.parts": parts}
+    banner = banner_of(run_with(tmp_path / "run", **changes, **{"data.test.num_examples": 0}))
+    assert banner["data.test"] == f"8 rows of {rows} + synthetic"
+
+
 def test_the_banner_says_which_rows_were_given_from_python(one_device, tmp_path):
     run = run_with(tmp_path / "run")
     sources = main.open_sources(run, {})

@@ -1,5 +1,6 @@
 """What a second evaluation takes over from the first, and what it answers again."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from PIL import Image
 from scripted_answers import GRADED, PARAMS, SETTINGS, benchmarked, samples_of
 
 from care_jax.benchmarks.samples import to_line
@@ -187,5 +189,9 @@ def test_what_a_result_depends_on(staged, make_run, examples, monkeypatch):
     assert not is_read({"verifier.timeout": 9.0})
     assert not is_read(params={"w": jnp.arange(3.0) + 1})
     evaluator = evaluate.Evaluator(run, examples[1:], [])
-    assert evaluator._held_out_settings != evaluate.Evaluator(run, examples, [])._held_out_settings
+    settings = evaluate.Evaluator(run, examples, [])._held_out_settings
+    assert evaluator._held_out_settings != settings
+    for changes in ({"units": "matter"}, {"images": (Image.new("RGB", (32, 32)),)}):
+        others = [dataclasses.replace(examples[0], **changes), *examples[1:]]
+        assert evaluate.Evaluator(run, others, [])._held_out_settings != settings
     assert staged(GRADED)[1] == staged(GRADED)[1] == list(range(5))

@@ -1,0 +1,56 @@
+"""What checkpoints say of the policy that they are of."""
+
+import json
+
+import numpy as np
+import pytest
+
+from care_jax.run import checkpoint
+from care_jax.run.policy import Policy
+from configs import tiny
+from models.release import config_json
+
+
+def test_checkpoints_of_earlier_layouts_of_the_config_are_read(tmp_path):
+    """What 22c04d1 and before it wrote of configs/tiny.py; the ids are the tokenizer's."""
+    shared = {"bos_token_id": 632, "eos_token_id": 634, "pad_token_id": 632}
+    shared["tie_word_embeddings"] = True
+    saved = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        **shared,
+        **{"image_token_id": 638, "video_token_id": 639},
+        **{"vision_start_token_id": 635, "vision_end_token_id": 636},
+    }
+    vision = {
+        **{"model_type": "qwen2_5_vl_vision", "tokens_per_second": 2, "hidden_act": "silu"},
+        **{"depth": 1, "hidden_size": 96, "intermediate_size": 192, "num_heads": 4},
+        **{"out_hidden_size": 96, "patch_size": 8, "temporal_patch_size": 2},
+        **{"spatial_merge_size": 2, "window_size": 64, "fullatt_block_indexes": [0]},
+        "in_channels": 3,
+    }
+    text = {
+        **{"model_type": "qwen2_5_vl_text", "hidden_act": "silu", "use_sliding_window": False},
+        **{"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 256},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 640},
+        **{"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e4},
+        **{"rope_scaling.type": "mrope", "rope_scaling.mrope_section": [4, 4, 4]},
+        **shared,
+    }
+    ids = {name: value for name, value in saved.items() if name.endswith("_id")}
+    fields = {**tiny.get_config().model.backbone.to_dict(), **ids}
+    fields["text_config"] |= {"vocab_size": 640}
+    config = config_json.from_hf(fields)
+    policy = Policy(config, None, None, [], np.zeros((0, 0), np.uint8), "think", None)
+    ours = policy.fingerprint()
+    nested = {f"text.{name}": value for name, value in text.items()}
+    for decoder in (nested, {name: x for name, x in text.items() if name != "model_type"}):
+        old = saved | {f"vision.{name}": value for name, value in vision.items()} | decoder
+        progress = tmp_path / "old" / "1" / "progress"
+        progress.mkdir(parents=True, exist_ok=True)
+        (progress / "metadata").write_text(json.dumps({"fingerprint": old}))
+        assert checkpoint.read_progress(tmp_path / "old", 1, ours)["fingerprint"] == old
+        old["vision.hidden_size"] = 97
+        (progress / "metadata").write_text(json.dumps({"fingerprint": old}))
+        with pytest.raises(ValueError, match=r"of another model: vision.hidden_size \(checkpoint"):
+            checkpoint.read_progress(tmp_path / "old", 1, ours)
