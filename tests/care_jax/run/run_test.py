@@ -157,7 +157,7 @@ def test_a_checkpoint_fits_runs_of_its_backbone_and_rank_alone(run, policy):
 @pytest.mark.usefixtures("one_device")
 def test_a_step_to_export_is_looked_for_in_the_workdir(policy, tmp_path):
     config = tiny.get_config()
-    config.stages, config.export.step = ("rl", "export"), "7"
+    config.stages, config.export.step, config.keep_checkpoints = ("rl", "export"), "7", 3
     with pytest.raises(ValueError, match=r"export\.step 7 must be a checkpoint of rl"):
         open_run(config, tmp_path, policy=policy)
     for name in ("7", "9.damaged"):
