@@ -171,8 +171,8 @@ def test_all_objectives_are_measured_on_the_same_rollouts(opened, tmp_path):
     assert by_name["accuracy"].gain == by_name["accuracy"].adam_gain == 1
     assert by_name["accuracy"].cosine in (pytest.approx(1), pytest.approx(np.nan, nan_ok=True))
     assert by_name["dr_grpo"].norm > 0 and by_name["care"].norm != by_name["care, s 1"].norm
-    gradients.write_csv(tmp_path / "new" / "g.csv", found, "sft 7")
-    with (tmp_path / "new" / "g.csv").open() as file:
+    gradients.write_csv(tmp_path / "g.csv", found, "sft 7")
+    with (tmp_path / "g.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(found) and rows[0]["checkpoint"] == "sft 7"
     assert len(gradients.table(found, "sft 7")) == len(found) + 2
