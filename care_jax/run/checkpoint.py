@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from flax.traverse_util import flatten_dict
 from orbax.checkpoint import checkpoint_managers
 from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
 from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
 from care_jax.run import integrity, mounts
+from care_jax.run.progress import by_dotted_key, read_progress
 
 _DAMAGED = ".damaged"
 # Orbax rewrites these at the commit; they hold timestamps only.
@@ -106,7 +106,7 @@ class Checkpoints:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
         self.folder = pathlib.Path(folder).absolute()
         self.best_metric = best_metric
-        self._fingerprint = _by_dotted_key(fingerprint)
+        self._fingerprint = by_dotted_key(fingerprint)
         self._settings, self._keep_best = dict(settings or {}), keep_best
 
         def value_of(metrics: Mapping[str, float]) -> float:
@@ -413,43 +413,6 @@ class Checkpoints:
         # A save that failed too must not hide the first error.
         with contextlib.suppress(*() if kind is None else (Exception,)):
             self.close()
-
-
-def read_progress(
-    folder: pathlib.Path, step: int, fingerprint: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The JSON saved beside a step's state; reads the file only.
-
-    Raises:
-        ValueError: the step was saved under another fingerprint, or its file cannot be read.
-    """
-    try:
-        text = (folder / str(step) / "progress" / "metadata").read_text(encoding="utf-8")
-        progress = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{_label(step)} in {folder} is damaged: {error}; remove {folder / str(step)}"
-        ) from error
-    saved, ours = map(_by_dotted_key, (progress["fingerprint"], fingerprint))
-    differing = [
-        f"{key} (checkpoint {saved.get(key, 'unset')}, config {ours.get(key, 'unset')})"
-        for key in sorted(saved.keys() | ours.keys())
-        if saved.get(key, "unset") != ours.get(key, "unset")
-    ]
-    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-    if differing:
-        raise ValueError(
-            f"the checkpoint in {folder} is of another model: {', '.join(differing[:3])}{more}; "
-            "use the config it was saved with or another --workdir"
-        )
-    return progress
-
-
-def _by_dotted_key(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """With values as JSON restores them, whether the decoder's are under "text" or not."""
-    flat = flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
-    flat.pop("text.model_type", None)
-    return {key.removeprefix("text."): value for key, value in flat.items()}
 
 
 def _label(step: int | str) -> str:

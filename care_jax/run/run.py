@@ -25,8 +25,9 @@ from care_jax.method.objectives import Objective, objective_of
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.rewards.verifier import Verifier
-from care_jax.run.checkpoint import Checkpoints, read_progress
+from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.policy import Policy, check_policy, decode_shardings, policy_of
+from care_jax.run.progress import read_progress
 from models import backbone, lora
 from models.attention.packed import AttentionImpl
 from models.backbone import Params

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from care_jax.prompts.release_tokenizer import processor_template
 from care_jax.report.console import print_line
 from care_jax.run import integrity
-from care_jax.run.checkpoint import read_progress
 from care_jax.run.policy import Policy
+from care_jax.run.progress import read_progress
 from care_jax.run.run import Run, checkpoint_folder, saved_steps
 from care_jax.run.weights import Source, restore
 from models import backbone, lora

@@ -53,7 +53,7 @@ def test_the_change_is_alpha_over_rank_times_the_product(adapted, params):
 
 @pytest.mark.parametrize(("num_steps", "share"), [(1, 0.06), (10, 0.51), (30, 0.92), (100, 1.0)])
 def test_bfloat16_rounds_a_small_change_away(num_steps, share):
-    """Most of the weights' neighbours lie farther than the change of B by a few steps at 1e-5."""
+    """By steps of one sign at 1e-5: the next bfloat16 number is farther from most weights."""
     rng, width, rank = np.random.default_rng(0), 1024, 16
     kernel = jnp.asarray(0.025 * rng.normal(size=(1, width, width)), jnp.bfloat16)
     a = jnp.asarray(rng.normal(size=(1, width, rank)) / width**0.5, jnp.bfloat16)

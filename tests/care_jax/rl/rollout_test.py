@@ -8,6 +8,7 @@ import pytest
 from rollout_script import CUE, LENGTHS, Script, said
 
 from care_jax.rewards.verifier import Verifier
+from care_jax.rl import rollout
 from care_jax.rl.rollout import asked, roll_out
 
 ACCS = ((1, 0, 0),) * len(LENGTHS)
@@ -142,6 +143,13 @@ def test_prompt_only_keeps_of_the_context_the_tag_alone_and_the_verdict(roll, po
     assert answer.endswith(f"<answer>1</answer>{policy.tokenizer.eos_token}")
     np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
     np.testing.assert_array_equal(groups.scores.fmt[:, 3], 1)
+
+
+def test_a_fresh_rollout_has_no_context_to_leave_out(roll, monkeypatch):
+    monkeypatch.setattr(rollout.reflection, "without_context", None)
+    changes = {"care.reflect_credit": "prompt_only", "care.reflect_mode": "resample"}
+    groups, _, _ = roll(changes, repair=lambda answer: said("again", answer))
+    assert groups.has_reflection.any()
 
 
 def test_nothing_is_repaired_where_no_rollout_failed(roll):

@@ -1,18 +1,18 @@
-"""What checkpoints say of the policy that they are of."""
+"""The policy that a checkpoint is of."""
 
 import json
 
 import numpy as np
 import pytest
 
-from care_jax.run import checkpoint
 from care_jax.run.policy import Policy
+from care_jax.run.progress import read_progress
 from configs import tiny
 from models.release import config_json
 
 
 def test_checkpoints_of_earlier_layouts_of_the_config_are_read(tmp_path):
-    """What 22c04d1 and before it wrote of configs/tiny.py; the ids are the tokenizer's."""
+    """Of configs/tiny.py: the decoder's settings under "text", and beside the others."""
     shared = {"bos_token_id": 632, "eos_token_id": 634, "pad_token_id": 632}
     shared["tie_word_embeddings"] = True
     saved = {
@@ -49,8 +49,8 @@ def test_checkpoints_of_earlier_layouts_of_the_config_are_read(tmp_path):
         progress = tmp_path / "old" / "1" / "progress"
         progress.mkdir(parents=True, exist_ok=True)
         (progress / "metadata").write_text(json.dumps({"fingerprint": old}))
-        assert checkpoint.read_progress(tmp_path / "old", 1, ours)["fingerprint"] == old
+        assert read_progress(tmp_path / "old", 1, ours)["fingerprint"] == old
         old["vision.hidden_size"] = 97
         (progress / "metadata").write_text(json.dumps({"fingerprint": old}))
         with pytest.raises(ValueError, match=r"of another model: vision.hidden_size \(checkpoint"):
-            checkpoint.read_progress(tmp_path / "old", 1, ours)
+            read_progress(tmp_path / "old", 1, ours)

@@ -1,0 +1,47 @@
+"""The JSON beside a step's state: of which model it is, its metadata and the run's settings."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from flax.traverse_util import flatten_dict
+
+
+def read_progress(
+    folder: pathlib.Path, step: int, fingerprint: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The JSON saved beside a step's state; reads the file only.
+
+    Raises:
+        ValueError: the step was saved under another fingerprint, or its file cannot be read.
+    """
+    try:
+        text = (folder / str(step) / "progress" / "metadata").read_text(encoding="utf-8")
+        progress = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"checkpoint {step} in {folder} is damaged: {error}; remove {folder / str(step)}"
+        ) from error
+    saved, ours = map(by_dotted_key, (progress["fingerprint"], fingerprint))
+    differing = [
+        f"{key} (checkpoint {saved.get(key, 'unset')}, config {ours.get(key, 'unset')})"
+        for key in sorted(saved.keys() | ours.keys())
+        if saved.get(key, "unset") != ours.get(key, "unset")
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    if differing:
+        raise ValueError(
+            f"the checkpoint in {folder} is of another model: {', '.join(differing[:3])}{more}; "
+            "use the config it was saved with or another --workdir"
+        )
+    return progress
+
+
+def by_dotted_key(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """With values as JSON restores them, whether the decoder's are under "text" or not."""
+    flat = flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
+    flat.pop("text.model_type", None)
+    return {key.removeprefix("text."): value for key, value in flat.items()}
