@@ -103,7 +103,8 @@ def _invert(
     # A parallel sum may grow by an ulp over blocks of zeros, of which none must be found.
     upto_block = jnp.where(sums > 0, jnp.cumsum(sums, -1), -jnp.inf)
     total = upto_block.max(-1)
-    u = u * total
+    # A draw is a multiple of 2^-23. At 0 the first id would win whatever its probability.
+    u = jnp.maximum(u, 2.0**-24) * total
     block = jnp.argmax(upto_block > u[..., None], -1)[..., None]
     is_block = jnp.arange(sums.shape[-1]) == block
     before = jnp.where(is_block, upto_block - sums, 0.0).sum(-1)

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,8 @@ class PromptBuilder:
         patch_dtype: of the image patches; the backbone's compute dtype loses no precision.
 
     Raises:
-        ValueError: tokenizer and backbone disagree, the template is text-only, or a size is wrong.
+        ValueError: tokenizer and backbone disagree, the template is text-only or opens the rationale's tag, or a
+            size is wrong.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class PromptBuilder:
             )
         self.tokenizer, self.config, self.buckets = tokenizer, config, buckets
         self.min_pixels, self.max_pixels = min_pixels, max_pixels
+        self.think_tag = think_tag
         self.system_prompt = system_prompt.replace("{tag}", think_tag)
         self.instruction = instruction.replace("{tag}", think_tag)
         self.patch_dtype = np.dtype(patch_dtype)
@@ -350,6 +353,14 @@ class PromptBuilder:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path!r} must {wanted}, got {got}, "
                 f"{advice}"
+            )
+        # As those of the Thinking releases. The rationale is read from its opening tag on.
+        tags = "|".join({"think", "reasoning", self.think_tag})
+        if opened := re.search(rf"<(?:{tags})>\s*$", shown):
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path!r} must leave the rationale's "
+                f"opening tag to the response, got a prompt that ends with {opened[0].strip()}; "
+                "remove it from a copy of the template, see docs/prompts.md"
             )
 
     def _limits(self, example: Example) -> dict[str, int]:

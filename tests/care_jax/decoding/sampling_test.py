@@ -105,6 +105,13 @@ def test_the_least_and_the_largest_draw_take_a_token():
     np.testing.assert_array_equal(tokens, [1, 2])
 
 
+def test_a_draw_of_0_does_not_take_a_token_that_is_all_but_impossible():
+    """float32 draws 0 once in 2^23 times, far more often than the first id's probability here."""
+    logits = jnp.full((1, 1000), -60.0).at[0, 0].set(-25.0).at[0, 700].set(0.0)
+    token, *_ = sampling.sample_token(logits, jnp.zeros(1), temperature=1.0, top_p=1.0)
+    assert token == 700
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_p"), [(1.0, 1.0), (1.0, 0.9), (0.7, 1.0), (2.0, 0.9), (0.0, 1.0)]
 )
