@@ -196,7 +196,7 @@ WORDS = {
     "docs/operations.md": 1850,
     "docs/paper.md": 2500,
     "docs/performance.md": 1850,
-    "docs/prompts.md": 600,
+    "docs/prompts.md": 640,
     "docs/report.md": 600,
     "docs/rewards.md": 1050,
     "docs/security.md": 650,
