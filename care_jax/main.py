@@ -34,7 +34,15 @@ from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import interrupts, lock, space, terminal, weights
 from care_jax.run.reward_trial import check_reward
-from care_jax.run.run import Run, check_workdir, is_cold_start_gone, open_run, verifier_of
+from care_jax.run.run import (
+    Run,
+    check_given,
+    check_workdir,
+    has_checkpoint,
+    is_cold_start_gone,
+    open_run,
+    verifier_of,
+)
 from care_jax.run.versions import write_config, write_start
 from care_jax.stages import evaluate, export, rl, sft
 
@@ -90,6 +98,8 @@ def run_stages(
         reward: a reward function, instead of `verifier.reward`.
     """
     given = examples or {}
+    from_python = [*given, *(["reward"] if reward else [])]
+    check_given(config, workdir, from_python, overridden)
     run = open_run(config, workdir, reward=reward, overridden=overridden, given=[*given])
     sources = open_sources(run, given)
     benchmarks = evaluate.open_benchmarks(run.config) if is_evaluated(run.config) else []
@@ -108,7 +118,7 @@ def run_stages(
             compilation.keep_no_programs()
         # As given: read on other devices, config.json must not have the sizes filled in for these.
         if jax.process_index() == 0:
-            write_config(config, workdir)
+            write_config(config, workdir, from_python)
             write_start(config, workdir, run.mesh, overridden, given)
         print_line(terminal.banner(run, sources, given))
         settings = json.loads(config.to_json_best_effort())
@@ -125,14 +135,14 @@ def run_stages(
 
 def open_sources(run: Run, given: Mapping[str, Sequence[Example]]) -> dict[str, Sequence[Example]]:
     """The examples of each stage that trains, and the held-out ones if they are evaluated."""
-    config, has_reward = run.config, bool(run.reward or run.config.verifier.reward)
+    config = run.config
     opened = [stage for stage in TRAINING if stage in config.stages]
     if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
         opened.append("evaluate")
     sources = {
-        stage: given_examples(given[stage], stage, has_reward)
+        stage: given_examples(given[stage], stage, run.has_reward)
         if stage in given
-        else open_examples(config, stage, has_reward)
+        else open_examples(config, stage, run.has_reward)
         for stage in opened
     }
     _check_same_rows(sources)
@@ -161,7 +171,7 @@ def try_reward(run: Run, sources: Mapping[str, Sequence[Example]]) -> None:
     """Calls the reward function, if there is one, on rows of the first stage that needs it."""
     sizes = {"rl": run.config.rl.num_rollouts, "evaluate": run.config.evaluate.num_samples}
     stage = next((stage for stage in sizes if stage in sources), None)
-    if stage is None or not (run.reward or run.config.verifier.reward):
+    if stage is None or not run.has_reward:
         return
     with verifier_of(run) as verifier:
         section = f"data.{SECTIONS[stage]}"
@@ -177,7 +187,7 @@ def _run_each(
     found = None if set(stages) & {*TRAINING} else weights.find(run, ())
     params = weights.load(run, found) if found else weights.start_of(run, stages[0])
     last, trained = found.name if found else "start", ()
-    for stage in stages:
+    for number, stage in enumerate(stages):
         done = weights.finished(run, stage) if stage in TRAINING else None
         if done is not None:
             params = done
@@ -188,7 +198,11 @@ def _run_each(
         elif stage == "rl":
             params = rl.train(run, params, sources[stage], evaluator)
         elif stage == "evaluate":
-            results[last] = evaluate.evaluate_stage(run, evaluator, params, name=last)
+            later = [name for name in stages[number:] if name in TRAINING]
+            is_past = any(has_checkpoint(run, name) for name in later)
+            results[last] = evaluate.evaluate_stage(
+                run, evaluator, params, name=last, is_past=is_past
+            )
         elif stage == "export":
             source = found or weights.find(run, trained)
             is_held = found or source.step is None

@@ -70,6 +70,7 @@ GPUS = {
     "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, _HOPPER),
     "h200": ("NVIDIA H200", 150_001_732_813, _HOPPER),
 }
+_NODE = {"a100-40": 16}  # the most GPUs of a node, if not 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,10 @@ def _tpus(kind: str, shape: str, num_slices: int) -> topologies.TopologyDescript
 def _gpus(kind: str, shape: str, _: int) -> topologies.TopologyDescription:
     if not (sizes := re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)):
         raise ValueError(f"its shape must be GPUs or nodes x GPUs, such as 8 or 2x8, got {shape!r}")
+    if int(sizes[2]) > (most := _NODE.get(kind, 8)):
+        raise ValueError(
+            f"a node has at most {most} GPUs, got {sizes[2]}; write nodes x GPUs, such as 2x8"
+        )
     fields = dict(zip(("name", "memory", "architecture"), GPUS[kind], strict=True))
     target = _TARGET.format(bandwidth=CHIPS[kind].hbm_bandwidth, **fields)
     return topologies.get_topology_desc(

@@ -96,7 +96,7 @@ def read(path: pathlib.Path, digest: str) -> list[Sample]:
     newline is of a killed run, and is ignored.
     """
     found: dict[int, Sample] = {}
-    damaged, other = [], None
+    damaged, others = [], set()
     # Not `splitlines`, which also splits at U+2028 in a response.
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -110,10 +110,10 @@ def read(path: pathlib.Path, digest: str) -> list[Sample]:
         if sample["settings"] == digest:
             found.setdefault(sample["doc_id"], sample)
         else:
-            other = sample["settings"]
+            others.add(sample["settings"] or "reward")  # a reward function's have none
     set_aside(path, damaged)
-    if other and not found:
-        renamed = path.replace(path.with_name(f"{path.stem}.{other}{path.suffix}"))
+    if others and not found:
+        renamed = path.replace(path.with_name(f"{path.stem}.{min(others)}{path.suffix}"))
         print_line(f"the samples of other weights or settings are kept in {renamed}")
     return [*found.values()]
 

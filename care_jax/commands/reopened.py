@@ -26,7 +26,7 @@ from care_jax.rl.rollout import verify
 from care_jax.rl.rollout_programs import RolloutPrograms
 from care_jax.run import weights
 from care_jax.run.policy import check_policy
-from care_jax.run.run import Run, open_run
+from care_jax.run.run import Run, check_given, open_run
 from models import backbone
 
 _DEFAULT = "configs/repair.py"
@@ -58,7 +58,9 @@ def run_command(act: Callable[[Reopened], None]) -> None:
 
     def reopen_and_act() -> None:
         xla_flags.set_defaults(config.value.xla_preset)
-        run = open_run(config.value, command_line.folder_of(workdir.value))
+        folder = command_line.folder_of(workdir.value)
+        check_given(config.value, folder, overridden=config_flags.get_override_values(config))
+        run = open_run(config.value, folder)
         check_reflection(run)
         examples = questions_of(run, questions.value)
         act(Reopened(run, *weights.last_of(run, stage.value), examples, questions.value))
@@ -103,7 +105,7 @@ def check_reflection(run: Run, cue: str | None = None) -> None:
 
 def questions_of(run: Run, num_questions: int) -> Sequence[Example]:
     """The training data of RL, which must have at least `num_questions` examples."""
-    examples = open_examples(run.config, "rl", bool(run.config.verifier.reward))
+    examples = open_examples(run.config, "rl", run.has_reward)
     if num_questions > len(examples):
         raise ValueError(
             f"--questions must be at most {len(examples)}, the size of data.train, got "

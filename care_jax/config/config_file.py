@@ -53,7 +53,9 @@ def load(path: str) -> ConfigDict:
     Raises:
         Refused: there is no such file, it raises, or it does not return a `ConfigDict`.
     """
-    file, colon, argument = path.partition(":")
+    # A folder's name may have colons, such as those of a time.
+    found = re.fullmatch(r"(.+?\.(?:py|json))(?:(:)(.*))?", path, re.DOTALL)
+    file, colon, argument = found.groups("") if found else path.partition(":")
     if not pathlib.Path(file).is_file():
         ours = pathlib.Path("configs", f"{file}.py")
         advice = f"write --config={ours}{colon}{argument}" if ours.is_file() else "correct the path"
@@ -84,6 +86,7 @@ def _of_run(file: str) -> ConfigDict:
     try:
         fields = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
         del fields["versions"]  # which every config.json of a run has
+        fields.pop("given", None)  # what came from Python, see `run.check_given`
         backbone = fields["model"].pop("backbone")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(

@@ -286,6 +286,9 @@ def check_keys(config: Mapping[str, Any]) -> None:
                 f"{key} must be a number from -{_MAX_INT} to {_MAX_INT}, got {shown}; "
                 f"set --config.{key}"
             )
+        # A release's config.json, which model.backbone may be, has null for what is not used.
+        if value is None and not key.startswith("model.backbone."):
+            raise ValueError(f"{key} must have a value, got None; write '' or False for none")
         if not check.holds(value):
             raise ValueError(
                 f"{key} must {check.requirement}, got {value!r:.200}; set --config.{key}"

@@ -90,8 +90,8 @@ class PromptBuilder:
         patch_dtype: of the image patches; the backbone's compute dtype loses no precision.
 
     Raises:
-        ValueError: tokenizer and backbone disagree, the template is text-only or opens the rationale's tag, or a
-            size is wrong.
+        ValueError: tokenizer and backbone disagree, the template is text-only or opens the
+            rationale's tag, or a size is wrong.
     """
 
     def __init__(

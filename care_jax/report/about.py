@@ -27,7 +27,7 @@ def describe_run(workdir: pathlib.Path) -> dict[str, Any]:
     starts = [
         start for line in _text(workdir / "starts.jsonl").split("\n") if (start := _start(line))
     ]
-    versions = config.pop("versions", {})
+    versions, _ = config.pop("versions", {}), config.pop("given", None)
     all_stages = [start.get("stages", ()) for start in starts]
     if any(all_stages):
         config["stages"] = _in_order(all_stages)

@@ -135,13 +135,15 @@ class MetricWriter:
         if self._settings:
             self._describe(stage)
 
-    def has_line(self, stage: str, step: int) -> bool:
-        """Whether metrics.jsonl has the line of a step; the same on all processes."""
-        found = False
+    def line(self, stage: str, step: int) -> dict[str, float] | None:
+        """The metrics of a step's line in metrics.jsonl, on all processes; None without one."""
+        found = None
         if self._is_writer:
             records = (record for _, record in read_records(self.path))
-            found = any((r.get("stage"), r["step"]) == (stage, step) for r in records)
-        return distributed.gather_json(found)[0]
+            found = next((r for r in records if (r.get("stage"), r["step"]) == (stage, step)), None)
+        if (found := distributed.gather_json(found)[0]) is None:
+            return None
+        return {name: value for name, value in found.items() if name not in ("stage", "step")}
 
     def counter(self, stage: str, name: str) -> Counter[str]:
         """A counter by reason, updated by the caller and written with every line of the stage.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from care_jax.config import resume
-from care_jax.config.checks import check_config, fill_in
+from care_jax.config.checks import check_config, fill_in, has_benchmarks_only, is_evaluated
 from care_jax.devices import placement, sharding, streams
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning import optimizer
@@ -28,9 +28,13 @@ from care_jax.rewards.verifier import Verifier
 from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.policy import Policy, check_policy, decode_shardings, policy_of
 from care_jax.run.progress import read_progress
+from care_jax.run.versions import given_before
 from models import backbone, lora
 from models.attention.packed import AttentionImpl
 from models.backbone import Params
+
+# What may come from Python, and the keys that it replaces.
+_GIVEN_FOR = {"rl": "data.train", "evaluate": "data.test", "reward": "verifier.reward"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Run:
         """The metric writer of a run that trains or evaluates."""
         assert self.writer is not None, "this run was opened without a metric writer"
         return self.writer
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether a reward function judges in place of the verifier's rules."""
+        return bool(self.reward or self.config.verifier.reward)
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -160,6 +169,48 @@ def check_settings(run: Run, stage: str, step: int) -> None:
     saved = read_progress(folder, step, run.fingerprint()).get("settings", {})
     ours = resume.settings(run.config, stage)
     resume.check(saved, ours, stage=stage, step=step, folder=folder)
+
+
+def check_given(
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    given: Collection[str] = (),
+    overridden: Collection[str] = (),
+) -> None:
+    """Checks that rows and reward come from where those of the run in the workdir came from.
+
+    The settings do not tell: rows and a function from Python have no place there.
+
+    Args:
+        given: what comes from Python: "rl" and "evaluate" for a stage's examples, and "reward".
+        overridden: keys set on the command line, which may replace what came from Python.
+
+    Raises:
+        ValueError: something is read that came from Python before, and does not now; or RL has
+            checkpoints, and something is given that it did not have.
+    """
+    if (before := given_before(workdir)) is None:
+        return
+    is_held_out = is_evaluated(config) and not has_benchmarks_only(config)
+    is_read = {"rl": "rl" in config.stages, "evaluate": is_held_out}
+    is_read["reward"] = any(is_read.values())
+    lost = [
+        key
+        for name, key in _GIVEN_FOR.items()
+        if name in before and name not in given and is_read[name]
+        if not any(other.startswith(key) for other in overridden)
+    ]
+    if lost:
+        raise ValueError(
+            f"the run in {workdir} had its own from Python in place of {' and '.join(lost)}: "
+            "call care_jax.train_on with it, set these keys, or choose another workdir"
+        )
+    new = [_GIVEN_FOR[name] for name in ("rl", "reward") if name in {*given} - {*before}]
+    if new and saved_steps(workdir, "rl"):
+        raise ValueError(
+            f"the RL stage in {workdir} began with {' and '.join(new)} of its configuration, "
+            "got others from Python; leave them out, or choose another workdir"
+        )
 
 
 def check_workdir(run: Run, *, is_dry: bool = False) -> None:

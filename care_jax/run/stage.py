@@ -145,7 +145,7 @@ class Stage:
             # Without a checkpoint an earlier start may have had other weights or questions.
             is_resumed = self.checkpoints.latest_step is not None
             self.run.metrics.begin(name, self.start + 1 if is_resumed else 0)
-            if self._is_evaluated(self.start) and not self.run.metrics.has_line(name, self.start):
+            if self._is_evaluated(self.start) and not self.run.metrics.line(name, self.start):
                 metrics = self._measure()
                 if self.start == self.checkpoints.latest_step:
                     self.checkpoints.add_metrics(self.start, metrics)

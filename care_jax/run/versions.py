@@ -27,16 +27,24 @@ _PACKAGES = (
 )
 
 
-def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Writes config.json, with the versions of code and libraries.
+def write_config(config: ConfigDict, workdir: pathlib.Path, given: Collection[str] = ()) -> None:
+    """Writes config.json, with the versions of code and libraries, and what came from Python.
 
     An evaluation or export does not overwrite the config.json of a training run.
     """
     path = workdir / "config.json"
     if not _trains(config.stages) and _is_of_training(path):
         return
-    fields = _fields(config) | {"versions": versions()}
+    fields = _fields(config) | {"versions": versions(), "given": [*given]}
     write_whole(path, json.dumps(fields, indent=2) + "\n")
+
+
+def given_before(workdir: pathlib.Path) -> list[str] | None:
+    """What `write_config` was told of the last training run; None if that is not known."""
+    try:
+        return json.loads((workdir / "config.json").read_text(encoding="utf-8"))["given"]
+    except (OSError, ValueError, TypeError, KeyError):  # none, damaged, or of an earlier version
+        return None
 
 
 def _trains(stages: Collection[str]) -> bool:

@@ -140,7 +140,7 @@ def finished(run: Run, stage: str) -> Params | None:
     section = run.config[stage]
     if section.num_steps not in saved_steps(run.workdir, stage):
         return None
-    if section.eval_every and not run.metrics.has_line(f"{stage}_eval", section.num_steps):
+    if section.eval_every and not run.metrics.line(f"{stage}_eval", section.num_steps):
         return None
     with open_checkpoints(run, stage) as saved:
         if saved.latest_whole_step() != section.num_steps:

@@ -62,9 +62,16 @@ def open_benchmarks(config: ConfigDict) -> list[Benchmark]:
 
 
 def evaluate_stage(
-    run: Run, evaluator: Evaluator, params: backbone.Params, *, name: str
+    run: Run, evaluator: Evaluator, params: backbone.Params, *, name: str, is_past: bool = False
 ) -> dict[str, float]:
-    """Runs the stage `evaluate`; writes its metrics unless metrics.jsonl already has them."""
+    """Runs the stage `evaluate`; writes its metrics unless metrics.jsonl already has them.
+
+    A reward function's samples are not reused. An evaluation that it judged is therefore not made
+    again if it `is_past`: a training stage behind it has checkpoints.
+    """
+    if is_past and run.has_reward and (before := run.metrics.line(f"evaluate_{name}", 0)):
+        print_line(f"the evaluation {name} is that of before the restart")
+        return before
     metrics = evaluator(params, name=name)
     line = {"stage": f"evaluate_{name}", "step": 0, **metrics}
     is_there = jax.process_index() == 0 and any(

@@ -82,6 +82,10 @@ def test_a_run_on_rows_and_a_closure_of_the_caller(tmp_path):
 
     again = care_jax.train_on(config, rows, rows[:1], graded, workdir=tmp_path / "run")
     assert again.metrics[: len(steps)] == steps  # it had ended
+    command = [sys.executable, "-m", "care_jax.cli", "evaluate", f"--workdir={tmp_path}/run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "in place of data.test and verifier.reward: call care_jax.train_on" in done.stderr
 
 
 def test_without_held_out_rows_nothing_is_evaluated(tmp_path, monkeypatch):

@@ -63,6 +63,32 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
     assert results == {"start": {"acc": 0}, "sft": {"acc": 0.5}, "rl": {"acc": 1}}
 
 
+@pytest.mark.parametrize(
+    ("saved", "expected"), [("", []), ("sft", ["start"]), ("rl", ["start", "sft"])]
+)
+def test_an_evaluation_ahead_of_checkpoints_is_past(monkeypatch, opened, tmp_path, saved, expected):
+    past = []
+
+    def evaluated(run, evaluator, params, *, name, is_past):
+        past.extend([name] * is_past)
+        return {}
+
+    monkeypatch.setattr(main, "check_workdir", lambda run: None)
+    monkeypatch.setattr(main.weights, "start_of", lambda *_: [])
+    for stage in (main.sft, main.rl):
+        monkeypatch.setattr(stage, "train", lambda run, params, *_: params)
+    monkeypatch.setattr(main.evaluate, "evaluate_stage", evaluated)
+    monkeypatch.setattr(main, "is_cold_start_gone", lambda run: False)
+    config = tiny.get_config()
+    config.stages = ("evaluate", "sft", "evaluate", "rl", "evaluate")
+    if saved:
+        step = tmp_path / "checkpoints" / saved / "1"
+        step.mkdir(parents=True)
+        (step / "commit_success.txt").touch()
+    main.run_stages(config, tmp_path)
+    assert past == expected
+
+
 def test_each_stage_works_on_its_own_examples(opened):
     config = tiny.get_config()
     for section, seed in (("sft", 11), ("train", 12), ("test", 13)):

@@ -68,6 +68,15 @@ def test_a_missing_compiler_says_what_to_install(name, extra):
         find_topology(name)
 
 
+@pytest.mark.parametrize(("name", "most"), [("h100:16", 8), ("a100-40:2x32", 16)])
+def test_a_node_has_no_more_gpus_than_there_are(name, most):
+    """16 GPUs of two nodes, taken for one node, would be sharded as no real run is."""
+    with pytest.raises(
+        ValueError, match=rf"a node has at most {most} GPUs, got \d+; write nodes x"
+    ):
+        find_topology(name)
+
+
 @pytest.mark.parametrize("shape", ["", "x8", "8x", "2x2x2", "eight"])
 def test_gpus_are_counted_by_nodes(shape):
     with pytest.raises(ValueError, match="its shape must be GPUs or nodes x GPUs, such as 8 or 2x"):

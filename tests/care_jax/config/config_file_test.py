@@ -88,6 +88,15 @@ def test_a_run_is_a_configuration_too(parsed, tmp_path):
     assert config.stages == ("evaluate",) and config.rl.dual_clip == 3
 
 
+def test_a_folder_may_be_named_by_a_time(parsed, tmp_path):
+    folder = tmp_path / "run:2026-10-04T10:00"
+    folder.mkdir()
+    write_config(parsed(), folder)
+    assert config_file.load(f"{folder}/config.json").stages == parsed().stages
+    (folder / "mine.py").write_text("from configs.care_released import get_config\n")
+    assert config_file.load(f"{folder}/mine.py:tiny").rl.dual_clip == 3
+
+
 def test_the_run_of_another_version_has_the_defaults_of_new_keys(parsed, error_of, tmp_path):
     write_config(parsed(), tmp_path)
     path = tmp_path / "config.json"

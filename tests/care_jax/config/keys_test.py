@@ -96,6 +96,18 @@ def test_a_value_is_refused_with_what_it_must_be_whatever_the_stages_are(key, va
     assert "got " in told and told.endswith(f"; set --config.{key}")
 
 
+@pytest.mark.parametrize("key", ["care.cue", "data.test", "export.step", "rl.num_steps"])
+def test_none_is_no_value(key):
+    """A configuration file may set any key to it."""
+    config = tiny.get_config()
+    config.update_from_flattened_dict({"model.backbone.text_config.rope_scaling": None})
+    check_keys(config)  # a release has null there
+    section, _, name = key.rpartition(".")
+    (config[section] if section else config).__setattr__(name, None)
+    with pytest.raises(ValueError, match=f"^{key} must have a value, got None; write '' or False"):
+        check_keys(config)
+
+
 def test_bounds_belong_to_an_interval_or_not():
     def lies_in(value, text):
         return interval(text).holds(value)

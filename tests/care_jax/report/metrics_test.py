@@ -336,11 +336,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
 def test_a_line_that_is_written_is_known_to_a_resumed_run(tmp_path):
     with MetricWriter(tmp_path) as writer:
         writer.write("rl_eval", 4, {"acc": 0.5})
-        assert writer.has_line("rl_eval", 4)
-        assert not writer.has_line("rl_eval", 0) and not writer.has_line("rl", 4)
+        assert writer.line("rl_eval", 4)
+        assert not writer.line("rl_eval", 0) and not writer.line("rl", 4)
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"stage": "rl_eval", "step": 8, "acc"')
-    assert not MetricWriter(tmp_path).has_line("rl_eval", 8)
+    assert not MetricWriter(tmp_path).line("rl_eval", 8)
 
 
 def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):
@@ -366,7 +366,7 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path, capsys):
     path.write_bytes(b"".join(damaged) + b'{"stage": "rl"')
     capsys.readouterr()
     with MetricWriter(tmp_path) as writer:
-        assert writer.has_line("rl", 0) and not writer.has_line("rl", 1)
+        assert writer.line("rl", 0) and not writer.line("rl", 1)
         writer.begin("rl", 4)
         writer.write("rl", 4, {"acc": 0.5})
     told = capsys.readouterr().out.splitlines()

@@ -12,10 +12,12 @@ from scripted import make_step
 
 from care_jax.devices import placement, sharding
 from care_jax.devices.sharding import make_mesh
+from care_jax.run import versions
 from care_jax.run.run import (
     Run,
     abstract_params,
     abstract_state,
+    check_given,
     check_workdir,
     make_adamw,
     open_run,
@@ -163,6 +165,48 @@ def test_a_step_to_export_is_looked_for_in_the_workdir(policy, tmp_path):
     for name in ("7", "9.damaged"):
         make_step(tmp_path, "rl", name)
     assert open_run(config, tmp_path, policy=policy).config.export.step == "7"
+
+
+PYTHON = ("rl", "evaluate", "reward")
+
+
+@pytest.mark.parametrize(
+    ("stages", "before", "given", "overridden", "missing"),
+    [
+        (("rl", "evaluate"), PYTHON, PYTHON, (), ""),
+        (("rl",), PYTHON, (), (), "data.train and verifier.reward"),
+        (("rl",), PYTHON, ("rl",), (), "verifier.reward"),
+        (("evaluate",), PYTHON, (), (), "data.test and verifier.reward"),
+        (("evaluate",), PYTHON, (), ("data.test.path", "verifier.reward"), ""),
+        (("evaluate",), ("rl",), (), (), ""),
+        (("export",), PYTHON, (), (), ""),
+        (("rl",), (), (), (), ""),
+        (("rl",), None, ("rl", "reward"), (), ""),  # a run of an earlier version
+    ],
+)
+def test_what_came_from_python_is_needed_again(run, stages, before, given, overridden, missing):
+    config = run.config
+    if before is not None:
+        versions.write_config(config, run.workdir, before)
+    config.stages = stages
+    if not missing:
+        check_given(config, run.workdir, given, overridden)
+        return
+    with pytest.raises(ValueError, match=f"own from Python in place of {missing}: call care_jax"):
+        check_given(config, run.workdir, given, overridden)
+
+
+@pytest.mark.parametrize("given", [("rl",), ("rl", "reward")])
+def test_a_stage_that_has_begun_is_given_nothing_new(run, given):
+    versions.write_config(run.config, run.workdir)
+    check_given(run.config, run.workdir, given)
+    step = run.workdir / "checkpoints" / "rl" / "2"
+    step.mkdir(parents=True)
+    (step / "commit_success.txt").touch()
+    names = " and ".join({"rl": "data.train", "reward": "verifier.reward"}[name] for name in given)
+    with pytest.raises(ValueError, match=f"began with {names} of its configuration, got others"):
+        check_given(run.config, run.workdir, given)
+    check_given(run.config, run.workdir)
 
 
 @pytest.mark.parametrize(

@@ -195,3 +195,27 @@ def test_what_a_result_depends_on(staged, make_run, examples, monkeypatch):
         others = [dataclasses.replace(examples[0], **changes), *examples[1:]]
         assert evaluate.Evaluator(run, others, [])._held_out_settings != settings
     assert staged(GRADED)[1] == staged(GRADED)[1] == list(range(5))
+
+
+def test_a_function_judges_once_what_a_later_stage_is_past(make_run, examples, asked):
+    """Else every restart of RL would repeat the evaluation of its start."""
+
+    def evaluated(name="sft", changes=GRADED, is_past=True):
+        asked[1].clear()
+        run = make_run(SETTINGS | changes)
+        evaluator = evaluate.Evaluator(run, examples, [])
+        metrics = evaluate.evaluate_stage(run, evaluator, PARAMS, name=name, is_past=is_past)
+        return metrics, bool(asked[1])
+
+    first, is_decoded = evaluated()
+    assert is_decoded and evaluated() == (first, False)
+    assert evaluated("rl")[1]  # has no line yet
+    assert evaluated(is_past=False)[1] and evaluated(changes={})[1]
+
+
+def test_samples_of_a_reward_function_are_kept_beside_those_of_the_rules(staged, make_run):
+    staged(GRADED)
+    path = make_run(SETTINGS).workdir / "samples_rl.jsonl"
+    judged = path.read_text()
+    staged()
+    assert path.with_name("samples_rl.reward.jsonl").read_text() == judged
