@@ -29,8 +29,8 @@ def check_config(
     """Rejects a configuration from `fill_in` that cannot run, naming the key to change.
 
     Args:
-        overridden: keys set on the command line, such as "care.beta"; those that the run does not
-            read are rejected.
+        overridden: keys set on the command line, such as "care.beta"; those that other keys switch
+            off are rejected, and those of stages that do not run are not.
         given: what is passed from Python instead: "rl" or "evaluate" for a stage's examples, and
             "reward".
         saved: the steps with a checkpoint in the workdir, by training stage; None: there are none.

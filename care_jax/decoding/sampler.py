@@ -170,6 +170,17 @@ def admit(
     return slots, jax.tree.map(by_slot, first)
 
 
+@flax.struct.dataclass
+class _Call:
+    """What the steps of one call of `advance` carry."""
+
+    step: Int[Array, ""]
+    is_due: Bool[Array, ""]  # the free slots are worth refilling
+    lost: tuple[Array, Array]  # as in `Refill`
+    slots: Slots
+    log: SampledTokens
+
+
 def advance(
     params: backbone.Params, slots: Slots, refill: Refill, options: DecodeOptions
 ) -> tuple[Slots, SampledTokens, tuple[Array, ...]]:
@@ -188,33 +199,10 @@ def advance(
         is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))
         return is_eos if options.stops else jnp.zeros_like(is_eos)
 
-    def read(slots: Slots) -> tuple[Float[Array, "B R D"], KeyValues, Array | None]:
-        """The hidden state of every row's last token, the cache with it, and its routes."""
-        positions = slots.prefix.next_position[:, None] + slots.num_read
-        on_prefix, on_suffix = visible(slots)
-        hidden, cache, routes = backbone.extend(
-            params,
-            backbone.embed(params, slots.token[..., None], dtype=options.dtype),
-            backbone.text_rotary(positions[..., None], config),
-            slots.num_steps % slots.cache.values[0].shape[-2],
-            slots.prefix.cache,
-            on_prefix,
-            slots.cache,
-            on_suffix[:, :, None],
-            config,
-            attention=options.attention.steps,
-        )
-        if not options.keeps_routes:
-            return hidden[:, :, 0], cache, None
-        assert routes is not None  # the decoder is sparse
-        return hidden[:, :, 0], cache, routes[:, :, 0].astype(jnp.int16)
-
-    Carry = tuple[Array, Array, tuple[Array, Array], Slots, SampledTokens]
-
-    def step(carry: Carry) -> Carry:
-        i, _, lost, slots, log = carry
+    def step(call: _Call) -> _Call:
+        slots = call.slots
         prefix, index = slots.prefix, slots.num_read + 1
-        hidden, cache, routes = read(slots)
+        hidden, cache, routes = _read(params, slots, options)
         is_active = slots.rollout < num_rollouts
         limit = _of_rollout(prefix.budget, slots.rollout)
         # A rollout may end with its first token.
@@ -223,7 +211,7 @@ def advance(
         sampled = _sample(logits, prefix.rngs, slots.rollout, index, options)
         rollout = jnp.where(is_sampled, slots.rollout, -1)
         entry = dataclasses.replace(sampled, rollout=rollout, routes=routes)
-        log = jax.tree.map(lambda all, x: all.at[..., i].set(x), log, entry)
+        log = jax.tree.map(lambda all, x: all.at[..., call.step].set(x), call.log, entry)
 
         is_rationale = (slots.tag_state < closing_tag.shape[0] - 1) & is_sampled
         running = slots.running + jnp.where(is_rationale[..., None], hidden, 0.0)
@@ -251,14 +239,14 @@ def advance(
         # Replicated at once, so that the shards exchange no more than this.
         state = constrain(jnp.stack([is_free(slots), unstarted]), None, None)
         state = state[0] > 0, state[1]
-        lost = jax.tree.map(jnp.add, lost, refill.num_idle(*state))
-        return i + 1, refill.is_due(*state, lost), lost, slots, log
+        lost = jax.tree.map(jnp.add, call.lost, refill.num_idle(*state))
+        return _Call(call.step + 1, refill.is_due(*state, lost), lost, slots, log)
 
     def is_free(slots: Slots) -> Bool[Array, " B"]:
         return (slots.rollout == num_rollouts).all(1)
 
-    def should_continue(carry: Carry) -> Bool[Array, ""]:
-        return (carry[0] < NUM_STEPS) & ~carry[1]
+    def should_continue(call: _Call) -> Bool[Array, ""]:
+        return (call.step < NUM_STEPS) & ~call.is_due
 
     shape = (*slots.rollout.shape, NUM_STEPS)
     ids = jnp.zeros(shape, jnp.int32)
@@ -273,9 +261,34 @@ def advance(
         drawn_logp=None if options.is_drawn_by_softmax else jnp.zeros(shape),
         routes=routes,
     )
-    start = jnp.int32(0), jnp.bool(False), (refill.lost, jnp.int32(0)), slots, log
-    _, _, (lost, _), slots, log = jax.lax.while_loop(should_continue, step, start)
-    return slots, log, (is_free(slots), slots.next_rollout, lost, slots.num_steps)
+    start = _Call(jnp.int32(0), jnp.bool(False), (refill.lost, jnp.int32(0)), slots, log)
+    end = jax.lax.while_loop(should_continue, step, start)
+    slots = end.slots
+    return slots, end.log, (is_free(slots), slots.next_rollout, end.lost[0], slots.num_steps)
+
+
+def _read(
+    params: backbone.Params, slots: Slots, options: DecodeOptions
+) -> tuple[Float[Array, "B R D"], KeyValues, Array | None]:
+    """The hidden state of every row's last token, the cache with it, and its routes."""
+    positions = slots.prefix.next_position[:, None] + slots.num_read
+    on_prefix, on_suffix = visible(slots)
+    hidden, cache, routes = backbone.extend(
+        params,
+        backbone.embed(params, slots.token[..., None], dtype=options.dtype),
+        backbone.text_rotary(positions[..., None], options.config),
+        slots.num_steps % slots.cache.values[0].shape[-2],
+        slots.prefix.cache,
+        on_prefix,
+        slots.cache,
+        on_suffix[:, :, None],
+        options.config,
+        attention=options.attention.steps,
+    )
+    if not options.keeps_routes:
+        return hidden[:, :, 0], cache, None
+    assert routes is not None  # the decoder is sparse
+    return hidden[:, :, 0], cache, routes[:, :, 0].astype(jnp.int16)
 
 
 def visible(slots: Slots) -> tuple[Bool[Array, "B P"], Bool[Array, "B R S"]]:
