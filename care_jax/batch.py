@@ -194,10 +194,10 @@ class Groups:
     reasons: Shaped[np.ndarray, "B R"] = _UNKNOWN  # of the verifier, see `Verdict`
     # The reward function's components of each row, a dict, empty where it failed. None without one.
     components: Shaped[np.ndarray, "B R"] | None = None
-    subgroup: Subgroup = _UNKNOWN  # anchor and negatives
+    subgroup: Subgroup = _UNKNOWN  # anchor and negatives; None if whole groups are compared
     has_reflection: Bool[np.ndarray, " B"] = _UNKNOWN  # the last row is a reflected one
     credit: Credit = _UNKNOWN  # advantages and loss weights
-    raw: RawAdvantages | None = None  # A_raw; None if the objective compares the whole group
+    raw: RawAdvantages | None = None  # A_raw; None as `subgroup`
 
     def take(self, chosen: Any) -> Groups:
         """The groups of some prompts: indices, a mask or a slice."""

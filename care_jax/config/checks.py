@@ -163,10 +163,13 @@ def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, st
     if "rl" not in config.stages:
         yield "profile_steps", "without the stage 'rl'; leave it out or add that to stages"
         return
+    teaches_cue = "sft" in config.stages and config.data.cue_share
+    taught = {"care.cue"} if teaches_cue else set()
     objective = config.rl.objective
     for other in OBJECTIVES:
         why = f"under rl.objective {objective!r}; leave it out or set rl.objective to {other!r}"
-        yield from ((f"{other}.{name}", why) for name in config[other] if other != objective)
+        keys = [f"{other}.{name}" for name in config[other] if other != objective]
+        yield from ((key, why) for key in keys if key not in taught)
     if config.rl.correction == "none":
         why = "without rl.correction; leave it out or set rl.correction to 'truncate' or 'mask'"
         yield "rl.correction_cap", why
@@ -179,10 +182,9 @@ def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, st
             yield "model.offload", f"on 'reference' without {objective}.beta; leave it out"
         elif config.model.lora_rank:
             yield "model.offload", "on 'reference' with LoRA, which has no copy; leave it out"
-    teaches_cue = "sft" in config.stages and config.data.cue_share
     for name, why in _unread_of(objective, config[objective]):
-        if not (name == "cue" and teaches_cue):
-            yield f"{objective}.{name}", why
+        if (key := f"{objective}.{name}") not in taught:
+            yield key, why
 
 
 def _unread_data(config: ConfigDict) -> Iterator[tuple[str, str]]:
@@ -279,8 +281,8 @@ def _check_rl_steps(config: ConfigDict) -> None:
             f"rl.dual_clip {rl.dual_clip} would clip the ratios of an unchanged policy; set it "
             "above 1, such as 3, or to 0"
         )
-    care = config.care  # its selection is made, and shown in the report, under every objective
-    if care.rule == "nearest_diverse" and care.M < care.K:
+    care = config.care
+    if rl.objective == "care" and care.rule == "nearest_diverse" and care.M < care.K:
         raise ValueError(
             f"care.M {care.M} candidates must hold care.K {care.K} hard negatives; add "
             f"--config.care.M={care.K}"

@@ -136,10 +136,12 @@ def roll_out(
         groups = _decode_pool(run, programs, params, decode_rng, groups, verifier, carried)
         rows = Groups(**{name: getattr(groups, name) for name in _DECODED})
     requests = _requests(groups)
-    subgroup = programs.select(rows.rollouts, rows.trained_scores, select_rng, groups.index)
-    subgroup = jax.device_get(subgroup)
-    has_reflection = np.zeros(len(requests), bool)
+    subgroup, has_reflection = None, np.zeros(len(requests), bool)
+    if run.objective.raw_advantages is not None:
+        subgroup = programs.select(rows.rollouts, rows.trained_scores, select_rng, groups.index)
+        subgroup = jax.device_get(subgroup)
     if run.objective.has_reflection:
+        assert subgroup is not None
         has_reflection = subgroup.has_update & ~subgroup.is_rescue
         index = np.flatnonzero(has_reflection)  # of the prompts that are repaired
         failures = rows.texts[index, subgroup.hard_negative[index]]

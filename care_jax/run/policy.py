@@ -107,11 +107,16 @@ def check_policy(config: ConfigDict, policy: Policy) -> None:
         return
     cue = reflection.cue_text(care.cue, care.reflect_mode, seed=config.seed)
     num_cue = len(policy.tokenizer.encode(cue, add_special_tokens=False)) if cue else 0
+    if num_cue + 1 >= rl.max_response_tokens:
+        raise ValueError(
+            f"a cue of {num_cue} tokens and a context leave no token of rl.max_response_tokens "
+            f"{rl.max_response_tokens} to decode; shorten care.cue, or set that above {num_cue + 1}"
+        )
     if care.max_context + num_cue >= rl.max_response_tokens:
         raise ValueError(
             f"care.max_context {care.max_context} and a cue of {num_cue} tokens leave no token of "
             f"rl.max_response_tokens {rl.max_response_tokens} to decode; set care.max_context to "
-            f"{max((rl.max_response_tokens - num_cue) // 2, 1)} or less"
+            f"{(rl.max_response_tokens - num_cue) // 2} or less"
         )
 
 

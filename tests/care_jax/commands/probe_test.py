@@ -216,9 +216,19 @@ def test_questions_with_one_id_are_not_one_question(probed):
     assert outcomes.num_questions == 6 and set(forced["cue"]) == set(MIXED)
 
 
-def test_words_that_leave_no_room_are_refused_before_anything_is_decoded(probed):
-    with pytest.raises(ValueError, match=r"and a cue of \d+ tokens leave no token"):
-        probed(other_words=" no" * 40)
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (40, r"and a cue of 40 tokens leave no token .*; set care\.max_context to 4 or less"),
+        (
+            48,
+            r"^a cue of 48 tokens and a context leave no token .*; shorten care\.cue, or set that",
+        ),
+    ],
+)
+def test_words_that_leave_no_room_are_refused_before_anything_is_decoded(probed, number, message):
+    with pytest.raises(ValueError, match=message):
+        probed(other_words=" no" * number)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,9 @@ ACCEPTED = {
     "fixed weights": {"care.gamma_pos": 0.5, "care.gamma_neg": 0.5},
     "uniform weights": {"care.region_weights": False},
     "a cue": {"care.cue": "No.", "care.max_context": 9, "care.reflect_credit": "prompt_only"},
+    "a cue of the cold start alone": {
+        **{"rl.objective": "grpo", "stages": ("sft", "rl"), "care.cue": "No."},
+    },
     "a reward function": REWARD | OF_REWARD,
     "no responses that are drawn": {
         **FROM_FILE,
@@ -273,10 +276,10 @@ REFUSED = {
 }
 
 
-def test_a_file_with_more_negatives_than_candidates_is_refused_under_every_objective():
-    """Its selection is made for the report, too."""
+def test_a_file_with_more_negatives_than_candidates_is_refused_where_they_are_selected():
     with pytest.raises(ValueError, match=r"care\.M 6 candidates must hold care\.K 20 "):
-        check({"rl.objective": "grpo", "care.K": 20}, overridden=())
+        check({"care.K": 20}, overridden=())
+    check({"rl.objective": "grpo", "care.K": 20}, overridden=())
 
 
 @pytest.mark.parametrize("changes", ACCEPTED.values(), ids=ACCEPTED)

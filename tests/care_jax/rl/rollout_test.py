@@ -82,6 +82,7 @@ def test_no_row_is_reflected_where_the_objective_has_none(roll, changes):
     groups, script, _ = roll(changes)
     assert groups.rollouts.tokens.shape[1] == groups.scores.acc.shape[1] == 3
     assert not groups.has_reflection.any() and "reflect" not in script.calls
+    assert (groups.subgroup is None) == ("rl.objective" in changes)
 
 
 @pytest.mark.parametrize(("mode", "cue"), [("no_cue", ""), ("shuffled", " no. Wait,")])
