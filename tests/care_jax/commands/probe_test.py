@@ -221,8 +221,8 @@ def test_questions_with_one_id_are_not_one_question(probed):
     [
         (40, r"and a cue of 40 tokens leave no token .*; set care\.max_context to 4 or less"),
         (
-            48,
-            r"^a cue of 48 tokens and a context leave no token .*; shorten care\.cue, or set that",
+            47,
+            r"^a cue of 47 tokens and a context leave no token .*; shorten care\.cue, or set that",
         ),
     ],
 )
