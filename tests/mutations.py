@@ -297,7 +297,7 @@ MUTATIONS = (
     ),
     *_of(
         "care_jax/benchmarks/samples.py", "care_jax/stages/evaluate_again_test.py",
-        ("if other and not found:", "if other and found:",
+        ("if others and not found:", "if others and found:",
          "samples of other settings are overwritten"),
     ),
     *_of(

@@ -24,6 +24,7 @@ from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.learning.train_step import TrainState, train_step
 from care_jax.method.credit import with_gradient
+from care_jax.packing.plan import RowPlan
 from care_jax.report.console import show_part
 from care_jax.rl import carry_over
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
@@ -40,7 +41,14 @@ from care_jax.run.run import (
     start_state,
     verifier_of,
 )
-from care_jax.run.stage import Evaluate, compile_nll, compile_score, forward_options, open_stage
+from care_jax.run.stage import (
+    Evaluate,
+    Stage,
+    compile_nll,
+    compile_score,
+    forward_options,
+    open_stage,
+)
 from models import backbone, lora
 from models.attention.packed import AttentionImpl
 
@@ -62,7 +70,6 @@ def train(
         RewardFailed: see `rewards.failures`; the state before the step is saved.
     """
     rl, clock, index = run.config.rl, DeviceClock(), prompts_of_process(run)
-    num_updates = rl.prompts_per_step // rl.prompts_per_update
     adamw = make_adamw(run, "rl")
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw, "rl")
@@ -105,34 +112,50 @@ def train(
             everyone = gather_groups(groups)
             # The log needs their numbers; images of DAPO's draws would fill the memory of a host.
             draws = [dataclasses.replace(each, prompts=None, examples=None) for each in draws]
-            parts = groups.split(num_updates)
-            pairs = zip(parts, everyone.split(num_updates), strict=True)
-            packed = (train_batch(run, *pair) for pair in pairs)  # each when its turn comes
-            show_part("log-probabilities")
-            scored = put_scored(run, programs.score, packed, stage.state.params, reference, clock)
-            plans, updates = [], []
-            for number, each in enumerate(zip(parts, scored, strict=True), 1):
-                show_part(f"update {number} of {num_updates}")
-                part, (batch, plan, on_devices) = each
-                plans.append(plan)
-                if on_devices is None:
-                    stage.not_updated(step)
-                    continue
-                stage.state, metrics, logp = programs.update(stage.state, on_devices)
-                if number == 1:
-                    log.first_update(batch, logp)
-                clock.watch(metrics)
-                batch = with_logprobs(batch, on_devices)
-                stage.updated(step, metrics, (batch, part.examples.tolist()))
-                updates += stage.read(num_left=1)  # the devices run this one
-
-            del each, on_devices
+            plans, updates = _update(step, stage, programs, reference, groups, everyone, log)
             log.updating()
             carried = carried and carried.aged()
             written = step, draws, groups, everyone, plans, updates
             stage.finish(step, functools.partial(log.write, *written))
         log.close()
     return lora.merged(stage.state.params)
+
+
+def _update(
+    step: int,
+    stage: Stage,
+    programs: UpdatePrograms,
+    reference: backbone.Params | None,
+    groups: Groups,
+    everyone: Groups,
+    log: StepLog,
+) -> tuple[list[RowPlan], list[dict[str, float]]]:
+    """Makes a step's updates; returns their packing plans, and the metrics that are known by then.
+
+    `groups` and `everyone` are the groups of this process and of all processes, with credit.
+    """
+    run, clock = stage.run, log.clock
+    num_updates = run.config.rl.prompts_per_step // run.config.rl.prompts_per_update
+    parts = groups.split(num_updates)
+    pairs = zip(parts, everyone.split(num_updates), strict=True)
+    packed = (train_batch(run, *pair) for pair in pairs)  # each when its turn comes
+    show_part("log-probabilities")
+    scored = put_scored(run, programs.score, packed, stage.state.params, reference, clock)
+    plans, updates = [], []
+    for number, (part, (batch, plan, on_devices)) in enumerate(zip(parts, scored, strict=True), 1):
+        show_part(f"update {number} of {num_updates}")
+        plans.append(plan)
+        if on_devices is None:
+            stage.not_updated(step)
+            continue
+        stage.state, metrics, logp = programs.update(stage.state, on_devices)
+        if number == 1:
+            log.first_update(batch, logp)
+        clock.watch(metrics)
+        batch = with_logprobs(batch, on_devices)
+        stage.updated(step, metrics, (batch, part.examples.tolist()))
+        updates += stage.read(num_left=1)  # the devices run this one
+    return plans, updates
 
 
 def prompts_of_process(run: Run) -> Int[np.ndarray, " B"]:
