@@ -22,11 +22,13 @@ The last line is `row_steps <row steps a token> ratio <ratio>` of the fastest R.
 """
 
 import argparse
+import itertools
 import pathlib
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -170,8 +172,63 @@ class Ours:
         return Step(seconds, busy, schedule)
 
 
-def main() -> None:
-    xla_flags.set_defaults()
+class Theirs:
+    """transformers' decoding of the same prompts with the same weights, in batches."""
+
+    def __init__(
+        self,
+        params: backbone.Params,
+        config: BackboneConfig,
+        prompts: list[TokenizedPrompt],
+        dtype: str,
+    ):
+        self.config, self.prompts = config, prompts
+        with tempfile.TemporaryDirectory() as folder:
+            backbone.export(folder, params, config, dtype=jnp.float32)
+            model = transformers.Qwen2_5_VLForConditionalGeneration
+            self.model = model.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+    def seconds(self, lengths: np.ndarray, batch: int, cache: str, seed: int) -> float:
+        """The time of rollouts of these lengths [N, G], `batch` prompts at once."""
+        torch.manual_seed(seed)
+        began = time.perf_counter()
+        for start in range(0, len(self.prompts), batch):
+            part = slice(start, start + batch)
+            inputs = torch_inputs(self.prompts[part], self.config, self.model.dtype)
+            num_prompt_tokens = inputs["input_ids"].shape[1]
+            wanted = lengths[part].ravel()
+            with torch.inference_mode():
+                out = self.model.generate(
+                    **inputs,
+                    do_sample=True,
+                    temperature=1.0,
+                    top_p=1.0,
+                    top_k=0,
+                    num_return_sequences=lengths.shape[1],
+                    max_new_tokens=int(wanted.max()),
+                    eos_token_id=None,
+                    pad_token_id=self.config.pad_token_id,
+                    stopping_criteria=[AtLengths(num_prompt_tokens + wanted)],
+                    cache_implementation=cache,
+                )
+            assert out.shape[1] - num_prompt_tokens == wanted.max()
+        return time.perf_counter() - began
+
+    def fastest(
+        self, lengths: np.ndarray, batches: Iterable[int], caches: Iterable[str]
+    ) -> tuple[int, str]:
+        """The batch size and cache that are fastest in one round each, which is printed."""
+        candidates = [*itertools.product(sorted(batches), caches)]
+        if len(candidates) == 1:
+            return candidates[0]
+        found = {each: self.seconds(lengths, *each, -1) for each in candidates}
+        for (batch, cache), seconds in found.items():
+            print(f"transformers, {batch} prompts, {cache}: {seconds:.1f} s", flush=True)
+        return min(found, key=found.__getitem__)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command's flags, with the defaults that depend on others filled in."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", choices=("equal", "lognormal"), default="equal")
     parser.add_argument("--prompts", type=int, help="4, or 16 of log-normal lengths")
@@ -189,96 +246,61 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="do not run transformers")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
-
     is_equal, is_single = args.lengths == "equal", args.steps == 1
-    num_prompts = args.prompts or (4 if is_equal else 16)
-    repeats = args.repeats or (3 if is_single and not args.ours else 1)
-    rng = np.random.default_rng(0)
+    args.prompts = args.prompts or (4 if is_equal else 16)
+    args.rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8] if is_single else [1, 2])
+    args.repeats = args.repeats or (3 if is_single and not args.ours else 1)
+    args.batches = args.batches or {max(args.prompts // n, 1) for n in (1, 2, 4)}
+    return args
+
+
+def main() -> None:
+    xla_flags.set_defaults()
+    args, rng = parse_arguments(), np.random.default_rng(0)
+    is_single = args.steps == 1
 
     def draw(num_prompts: int) -> np.ndarray:
         shape = num_prompts, args.rollouts
-        if is_equal:
+        if args.lengths == "equal":
             return np.full(shape, args.tokens)
         return draw_responses(shape, MEAN, CAP, rng, sigma=SIGMA)
 
-    lengths = [draw(num_prompts) for _ in range(args.steps)]
-    more = draw(0 if is_single else round(args.carry_over * num_prompts))
+    lengths = [draw(args.prompts) for _ in range(args.steps)]
+    more = draw(0 if is_single else round(args.carry_over * args.prompts))
     longest = int(max(each.max() for each in [*lengths, *more]))
     side = IMAGE_SIDE // 14
     run = make_run(args.dtype, side * side // 4 + 2 + NUM_TEXT, side * side)
     config = run.policy.config
-    prompts = make_prompts(config, num_prompts, rng)
+    prompts = make_prompts(config, args.prompts, rng)
     params = backbone.init(config, jax.random.key(0))
     dtype = jnp.dtype(args.dtype)
     decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, dtype))(params)
     programs = compile_decoder(run, temperature=1.0, top_p=1.0, stops=False)
-    all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8] if is_single else [1, 2])
 
     def ours(num_rows: int) -> Ours:
         slots = args.slots or max((32 if is_single else 64) // num_rows, 1)
-        sizes = Sizes(slots, num_rows, args.rollouts, longest, 0, 1, num_prompts)
+        sizes = Sizes(slots, num_rows, args.rollouts, longest, 0, 1, args.prompts)
         return Ours(run, programs, sizes, prompts, lengths, more)
 
     num_params = sum(x.size for x in jax.tree.leaves(params))
     tokens = np.concatenate(lengths)
     print(
-        f"{num_params / 1e6:.0f}M parameters, {num_prompts} prompts of {len(prompts[0].tokens)} "
+        f"{num_params / 1e6:.0f}M parameters, {args.prompts} prompts of {len(prompts[0].tokens)} "
         f"tokens, G = {args.rollouts}, {args.lengths} lengths of mean {tokens.mean():.0f}, "
         f"longest {tokens.max()}, {args.dtype}, {torch.get_num_threads()} threads"
     )
-
-    def load() -> transformers.Qwen2_5_VLForConditionalGeneration:
-        with tempfile.TemporaryDirectory() as folder:
-            backbone.export(folder, params, config, dtype=jnp.float32)
-            return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-                folder, dtype=getattr(torch, args.dtype)
-            ).eval()
-
-    reference = None if args.ours else load()
-
-    def theirs(lengths: np.ndarray, batch: int, cache: str, repeat: int) -> float:
-        torch.manual_seed(repeat)
-        began = time.perf_counter()
-        for start in range(0, num_prompts, batch):
-            part = range(start, min(start + batch, num_prompts))
-            inputs = torch_inputs([prompts[i] for i in part], config, reference.dtype)
-            num_prompt_tokens = inputs["input_ids"].shape[1]
-            wanted = lengths[list(part)].ravel()
-            with torch.inference_mode():
-                out = reference.generate(
-                    **inputs,
-                    do_sample=True,
-                    temperature=1.0,
-                    top_p=1.0,
-                    top_k=0,
-                    num_return_sequences=args.rollouts,
-                    max_new_tokens=int(wanted.max()),
-                    eos_token_id=None,
-                    pad_token_id=config.pad_token_id,
-                    stopping_criteria=[AtLengths(num_prompt_tokens + wanted)],
-                    cache_implementation=cache,
-                )
-            assert out.shape[1] - num_prompt_tokens == wanted.max()
-        return time.perf_counter() - began
-
-    batches = args.batches or {num_prompts, max(num_prompts // 2, 1), max(num_prompts // 4, 1)}
-    candidates = [(batch, cache) for batch in sorted(batches) for cache in args.caches]
-    best = candidates[0]
-    if reference is not None and len(candidates) > 1:
-        warm_up = {each: theirs(lengths[0], *each, -1) for each in candidates}
-        for (batch, cache), seconds in warm_up.items():
-            print(f"transformers, {batch} prompts, {cache}: {seconds:.1f} s", flush=True)
-        best = min(warm_up, key=warm_up.__getitem__)
-    found, ratios = ({num_rows: [] for num_rows in all_rows} for _ in range(2))
-    for repeat in range(-1 if is_single else 0, repeats):
-        sides = {num_rows: ours(num_rows) for num_rows in all_rows}
+    theirs = None if args.ours else Theirs(params, config, prompts, args.dtype)
+    best = theirs.fastest(lengths[0], args.batches, args.caches) if theirs else ()
+    found, ratios = ({num_rows: [] for num_rows in args.rows} for _ in range(2))
+    for repeat in range(-1 if is_single else 0, args.repeats):
+        sides = {num_rows: ours(num_rows) for num_rows in args.rows}
         for number, drawn in enumerate(lengths):
             steps = {num_rows: side.step(decode_params, repeat) for num_rows, side in sides.items()}
             if repeat < 0 or (number == 0 and not is_single):
                 continue  # it compiles
             rate, line = None, []
-            if reference is not None:
-                rate = drawn.sum() / theirs(drawn, *best, repeat)
+            if theirs is not None:
+                rate = drawn.sum() / theirs.seconds(drawn, *best, repeat)
                 line.append(f"transformers {rate:.1f} tok/s")
             for num_rows, step in steps.items():
                 found[num_rows].append(step)
@@ -288,7 +310,7 @@ def main() -> None:
                     line[-1] += f" ({step.rate / rate:.2f}x)"
             print("  ".join(line), flush=True)
     row_steps = {num_rows: print_steps(num_rows, steps) for num_rows, steps in found.items()}
-    if reference is None:
+    if theirs is None:
         best = max(found, key=lambda num_rows: statistics.median(s.rate for s in found[num_rows]))
         print(f"row_steps {row_steps[best]:.2f}")
         return
