@@ -39,12 +39,13 @@ from care_jax.run.run import (
     check_given,
     check_workdir,
     has_checkpoint,
-    is_cold_start_gone,
+    is_cold_start_unread,
     open_run,
     verifier_of,
 )
 from care_jax.run.versions import write_config, write_start
 from care_jax.stages import evaluate, export, rl, sft
+from models.backbone import Params
 
 _DEFAULT = "configs/tiny.py"
 
@@ -188,29 +189,39 @@ def _run_each(
     params = weights.load(run, found) if found else weights.start_of(run, stages[0])
     last, trained = found.name if found else "start", ()
     for number, stage in enumerate(stages):
-        done = weights.finished(run, stage) if stage in TRAINING else None
-        if done is not None:
-            params = done
-        elif stage == "sft" and is_cold_start_gone(run):
-            print_line("the cold start's checkpoints are gone; RL goes on from its own")
-        elif stage == "sft":
-            params = sft.train(run, params, sources[stage], evaluator)
-        elif stage == "rl":
-            params = rl.train(run, params, sources[stage], evaluator)
+        if stage in TRAINING:
+            params = _trained(run, stage, params, sources[stage], evaluator)
+            last, trained = stage, (*trained, stage)
         elif stage == "evaluate":
             later = [name for name in stages[number:] if name in TRAINING]
             is_past = any(has_checkpoint(run, name) for name in later)
             results[last] = evaluate.evaluate_stage(
                 run, evaluator, params, name=last, is_past=is_past
             )
-        elif stage == "export":
+        else:
             source = found or weights.find(run, trained)
             is_held = found or source.step is None
             export.export_stage(run, params if is_held else weights.load(run, source), source)
         Report(run.workdir, **run.config.report).write()
-        if stage in TRAINING:
-            last, trained = stage, (*trained, stage)
     return results
+
+
+def _trained(
+    run: Run,
+    stage: str,
+    params: Params,
+    examples: Sequence[Example],
+    evaluator: evaluate.Evaluator,
+) -> Params:
+    """The weights after a stage that trains; those before a cold start that RL is past."""
+    if stage == "sft" and is_cold_start_unread(run):
+        if not has_checkpoint(run, stage):
+            print_line("the cold start's checkpoints are gone; RL goes on from its own")
+        return params
+    if (done := weights.finished(run, stage)) is not None:
+        return done
+    train = sft.train if stage == "sft" else rl.train
+    return train(run, params, examples, evaluator)
 
 
 def run_main() -> None:

@@ -230,14 +230,11 @@ def check_workdir(run: Run, *, is_dry: bool = False) -> None:
             f"ignore, as stages {tuple(stages)} lacks 'sft'; add it (finished steps are not "
             "repeated), or choose another --workdir to start from the weights of model.path"
         )
-    if is_cold_start_gone(run):
-        is_evaluated = stages.index("rl") != stages.index("sft") + 1
-        if run.has_reference_copy or is_evaluated:
-            needs = "a stage before RL" if is_evaluated else "RL's KL term"
-            raise ValueError(
-                f"{needs} needs the weights of the cold start, whose checkpoints are gone from "
-                f"{checkpoint_folder(run, 'sft')}; put them back, or choose another --workdir"
-            )
+    if is_past_cold_start(run) and not has_checkpoint(run, "sft") and (needs := _needing(run)):
+        raise ValueError(
+            f"{needs} needs the weights of the cold start, whose checkpoints are gone from "
+            f"{checkpoint_folder(run, 'sft')}; put them back, or choose another --workdir"
+        )
     for stage in resume.TRAINING:
         if is_dry:
             if saved := saved_steps(run.workdir, stage):
@@ -246,10 +243,22 @@ def check_workdir(run: Run, *, is_dry: bool = False) -> None:
             open_checkpoints(run, stage).close()
 
 
-def is_cold_start_gone(run: Run) -> bool:
-    """Whether RL has checkpoints, and the cold start before it none any more."""
-    is_before = "sft" in run.config.stages and "rl" in run.config.stages
-    return is_before and has_checkpoint(run, "rl") and not has_checkpoint(run, "sft")
+def is_past_cold_start(run: Run) -> bool:
+    """Whether the run has a cold start ahead of an RL stage with checkpoints."""
+    return {"sft", "rl"} <= {*run.config.stages} and has_checkpoint(run, "rl")
+
+
+def is_cold_start_unread(run: Run) -> bool:
+    """Whether RL goes on from its own checkpoints, and nothing needs the cold start's weights."""
+    return is_past_cold_start(run) and not _needing(run)
+
+
+def _needing(run: Run) -> str:
+    """What needs the cold start's weights though RL has checkpoints; empty for nothing."""
+    stages = run.config.stages
+    if stages.index("rl") != stages.index("sft") + 1:
+        return "a stage before RL"
+    return "RL's KL term" if run.has_reference_copy else ""
 
 
 def _check_name(folder: pathlib.Path) -> None:

@@ -18,6 +18,7 @@ from care_jax.run.run import (
     abstract_params,
     checkpoint_folder,
     has_checkpoint,
+    is_cold_start_unread,
     open_checkpoints,
     saved_steps,
 )
@@ -91,6 +92,7 @@ def start(run: Run) -> Params:
 def start_of(run: Run, stage: str) -> Params:
     """The initial weights, or only their shapes if the first stage is resumed without them."""
     is_resumed = stage in TRAINING and has_checkpoint(run, stage)
+    is_resumed = is_resumed or (stage == "sft" and is_cold_start_unread(run))
     if is_resumed and (stage == "sft" or not run.has_reference_copy):
         return lora.without(abstract_params(run))
     return start(run)

@@ -64,6 +64,36 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
 
 
 @pytest.mark.parametrize(
+    ("stages", "beta", "is_read"),
+    [
+        (("sft", "rl"), 0.0, False),
+        (("sft", "rl"), 0.02, True),
+        (("sft", "evaluate", "rl"), 0.0, True),
+    ],
+)
+def test_a_restart_of_rl_reads_its_cold_start_if_something_needs_it(
+    monkeypatch, opened, tmp_path, stages, beta, is_read
+):
+    """A 7B's takes minutes to read, and its optimizer's state is verified with it."""
+    read = []
+    for name in ("sft", "rl"):
+        step = tmp_path / "checkpoints" / name / "1"
+        step.mkdir(parents=True)
+        (step / "commit_success.txt").touch()
+    monkeypatch.setattr(main, "check_workdir", lambda run: None)
+    monkeypatch.setattr(main.weights, "finished", lambda run, stage: read.append(stage))
+    monkeypatch.setattr(main.sft, "train", lambda run, params, *_: [])
+    monkeypatch.setattr(main.rl, "train", lambda run, params, *_: read.append(params))
+    monkeypatch.setattr(main.evaluate, "evaluate_stage", lambda *_, **__: {})
+    config = tiny.get_config()
+    config.stages, config.care.beta = stages, beta
+    main.run_stages(config, tmp_path)
+    assert read[:-1] == (["sft", "rl"] if is_read else ["rl"])
+    is_shape = all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(read[-1]))
+    assert is_shape and bool(jax.tree.leaves(read[-1])) == (not is_read)
+
+
+@pytest.mark.parametrize(
     ("saved", "expected"), [("", []), ("sft", ["start"]), ("rl", ["start", "sft"])]
 )
 def test_an_evaluation_ahead_of_checkpoints_is_past(monkeypatch, opened, tmp_path, saved, expected):
@@ -78,7 +108,6 @@ def test_an_evaluation_ahead_of_checkpoints_is_past(monkeypatch, opened, tmp_pat
     for stage in (main.sft, main.rl):
         monkeypatch.setattr(stage, "train", lambda run, params, *_: params)
     monkeypatch.setattr(main.evaluate, "evaluate_stage", evaluated)
-    monkeypatch.setattr(main, "is_cold_start_gone", lambda run: False)
     config = tiny.get_config()
     config.stages = ("evaluate", "sft", "evaluate", "rl", "evaluate")
     if saved:
