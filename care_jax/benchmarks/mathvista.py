@@ -69,7 +69,8 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
     """Whether the answer is correct for the row."""
-    return parse(answer, row) == gold_of(row).strip()
+    found = parse(answer, row)
+    return found is not None and found.strip() == gold_of(row).strip()
 
 
 def question(row: dict[str, Any]) -> Question:

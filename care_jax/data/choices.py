@@ -45,12 +45,22 @@ def check_answer(answer: Any, text: str, choices: Sequence[str]) -> None:
     is_integer = isinstance(answer, int) or (isinstance(answer, float) and answer.is_integer())
     if is_integer and 0 <= answer <= len(choices):  # a float in a column of pandas with gaps
         raise Unusable(_INTEGER, shown(answer))
-    named = notation.clean(text), len(choices)
-    if options.choice_letter(*named) or options.choice_letters(*named):
-        return
     outcomes = (answers.compare(text, choice) for choice in choices)
-    if not any(isinstance(each, str) and is_equal(each) for each in outcomes):
+    is_choice = any(isinstance(each, str) and is_equal(each) for each in outcomes)
+    if not is_choice and not _are_letters(notation.clean(text), len(choices)):
         raise Unusable("answer not among the choices", shown(text))
+
+
+def _are_letters(text: str, num_choices: int) -> bool:
+    """Whether a text is letters of choices, `B`, `B. 45`, `A, C` or `AC`.
+
+    `Point C` and `BAD` are not: letters that are not separated must be in alphabetical order.
+    """
+    if options.choice_letter(text, num_choices):
+        return len(text.strip("()[]. ")) == 1 or bool(options.letter_of(text))
+    letters = options.spelled_letters(text)
+    is_ordered = letters != text or list(letters) == sorted(letters)
+    return bool(options.choice_letters(letters, num_choices)) and is_ordered
 
 
 def _unlettered(texts: Sequence[str]) -> tuple[str, ...]:

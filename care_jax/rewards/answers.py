@@ -26,10 +26,12 @@ from care_jax.rewards.equivalence import (
     free_text,
     joined,
     matrices,
+    named_items,
     notation,
     options,
     quantities,
     relations,
+    rounding,
 )
 from care_jax.rewards.symbolic import Comparison, SymbolicPool, is_equal, outcome_of
 
@@ -37,10 +39,8 @@ _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 _MAX_UNITS = 8  # at the end of an answer
 
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
-_STATEMENT_NUMBERS = re.compile(r"(?:\(\d\) ?)+")
 _TWO_LETTERS = re.compile(r"[a-zA-Z]{2}")
 _NO_BRACKETS = ("", "or")  # of a list
-_UNKNOWNS = set("xyztnmk")
 _DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
 
 
@@ -124,12 +124,15 @@ def _compare(
     prediction: str, gold: str, choices: Sequence[str], limits: _Limits
 ) -> str | Comparison:
     same = functools.partial(_compare_clean, limits=limits)
-    prediction, gold = notation.clean(prediction), _clean_gold(gold)
+    cleaned = clean_choices(tuple(choices))
+    prediction = notation.clean(prediction, not cleaned.are_sentences)
+    gold = _clean_gold(gold, not cleaned.are_sentences)
     if not prediction:
         return "different: empty"
-    prediction = free_text.statement(prediction, (gold, *choices))
+    expected = (gold, *choices)
+    prediction = free_text.value_of_sentence(free_text.statement(prediction, expected), expected)
     if choices:
-        return compare_choice(prediction, gold, clean_choices(tuple(choices)), same)
+        return compare_choice(prediction, gold, cleaned, same)
     if options.is_letter(gold) and (letter := options.letter_of(prediction)) is not None:
         return outcome_of(letter == gold.strip("()[]"), "option")
     letters = options.spelled_letters(gold)
@@ -143,6 +146,24 @@ _clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
 
 
 def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
+    """The outcome of cleaned texts; in `exact \\approx rounded` both sides must be right."""
+    sides = rounding.sides(prediction) if prediction != gold else []
+    agreed = [rounding.agree(exact, rounded) for exact, rounded in sides]
+    if False in agreed:
+        return "different: rounded otherwise"
+    if len(sides) != 1 or notation.split_list(prediction):
+        return _compare_exact(prediction, gold, limits)
+    ((exact, rounded),) = sides
+    outcome = _compare_exact(prediction.partition("\\approx")[0].strip(), gold, limits)
+    if agreed == [True] or (isinstance(outcome, str) and not is_equal(outcome)):
+        return outcome
+    if isinstance(outcome, str):
+        formula = formulas.as_latex(quantities.split_unit(exact)[0])
+        outcome = Comparison(formula, formula, _NUM_DECIMALS)
+    return outcome._replace(rounded=rounding.decimal(rounded, exact))
+
+
+def _compare_exact(prediction: str, gold: str, limits: _Limits) -> str | Comparison:
     limits = limits.of(gold)
     functions, domains = zip(*map(notation.split_domain, (prediction, gold)), strict=True)
     if not all(domains) or _compare_values(domains[0], domains[1], limits):
@@ -162,7 +183,11 @@ def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Compari
         split = [quantities.split_unit(text) for text in (prediction, gold)]
         (body, unit), (gold_body, gold_unit) = split
         # In `\pi r^2 h` the last letter is a variable.
-        if any(len(name) == 1 and formulas.has_variable(rest) for rest, name in split):
+        if any(
+            quantities.are_letters(name)
+            and formulas.has_variable(notation.split_assignment(rest)[1])
+            for rest, name in split
+        ):
             break
         if unit and gold_unit and unit != gold_unit:
             return "different: another unit"
@@ -184,8 +209,8 @@ def _for_algebra(prediction: str, gold: str, limits: _Limits) -> str | Compariso
         return "different: another range or date"  # and no difference, such as -11 for 18-29
     if refusal := formulas.refusal(notation.split_assignment(prediction)[1], gold):
         return f"refused: {refusal}"
-    if all(map(_STATEMENT_NUMBERS.fullmatch, (prediction, gold))):
-        return "different: other numbers"  # `(1)(3)` names two statements
+    if (is_same := joined.same_statements(prediction, gold)) is not None:
+        return outcome_of(is_same, "set of statements")
     if formulas.has_vector_product(prediction, gold):
         return "different: another product of vectors"  # for computer algebra it commutes
     if regions := _certain(relations.read_region, prediction, gold):
@@ -202,6 +227,10 @@ def _for_algebra(prediction: str, gold: str, limits: _Limits) -> str | Compariso
     has_marks = any(mark in prediction + gold for mark in "'^")
     if has_marks and notation.marked(value) != notation.marked(gold_value):
         return "different: other primes"  # computer algebra ignores them
+    if (ratios := joined.ratios_as_latex(value, gold_value)) is None:
+        return "different: another ratio"
+    if ratios != (value, gold_value):
+        prediction, gold = ratios
     listed = notation.split_list(prediction) if "=" in prediction else None
     if "=" not in gold:
         items = listed[1] if listed and listed[0] in _NO_BRACKETS else [prediction]
@@ -292,7 +321,10 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
         # "2,3" is two numbers; "1,22" compared with a single number has a decimal comma.
         if any(_DECIMAL_COMMA.fullmatch(text) for text in texts):
             one, other = (text.replace(",", ".") for text in texts)
-            return _compare_values(one, other, limits), "number"
+            is_same = _compare_values(one, other, limits)
+            # 30,60 is not 30.6.
+            num_decimals = {len(text.partition(".")[2]) for text in (one, other)}
+            return False if is_same and len(num_decimals) > 1 else is_same, "number"
         return None if "\\pm" in prediction + gold else False, "number of values"
     if (is_same := formulas.same_figure(prediction, gold)) is not None:
         return is_same, "figure"
@@ -342,14 +374,14 @@ def _compare_lists(
     prediction: tuple[str, list[str]], gold: tuple[str, list[str]], limits: _Limits
 ) -> bool | None:
     (brackets, items), (gold_brackets, gold_items) = prediction, gold
-    items, gold_items = _with_names(items), _with_names(gold_items)
+    items, gold_items = named_items.with_names(items), named_items.with_names(gold_items)
     # `x = 1, y = 2` has the order of its names for `1, 2`; between two such lists the names decide.
-    is_named, is_gold_named = (_names_differ(given) for given in (items, gold_items))
+    is_named, is_gold_named = (named_items.names_differ(given) for given in (items, gold_items))
     is_unordered = {brackets, gold_brackets} <= {"", "or", "{}"} and is_named == is_gold_named
     if brackets != gold_brackets and "or" in (brackets, gold_brackets):
         # Alternatives are a list only if they are the values of one variable.
         is_one = is_unordered and not is_named
-        if not (is_one and all(map(_is_value, items + gold_items))):
+        if not (is_one and all(map(named_items.is_value, items + gold_items))):
             return False
     if is_unordered and "{}" in (brackets, gold_brackets):
         items, gold_items = (  # a set has each of its members once
@@ -363,65 +395,16 @@ def _compare_lists(
         is_open = any("\\pm" in item or item.startswith("(") for item in items + gold_items)
         return None if is_open else False
     if is_unordered:
-        items, gold_items = _roots(items, gold_items) or (items, gold_items)
+        items, gold_items = named_items.values_of_one(items, gold_items) or (items, gold_items)
         return _pair_off(
             [[_compare_values(item, other, limits) for item in items] for other in gold_items]
         )
     if brackets and gold_brackets and brackets != gold_brackets:
         return False
     if "()" in (brackets, gold_brackets):
-        items, gold_items = _by_name(items), _by_name(gold_items)
+        items, gold_items = named_items.by_name(items), named_items.by_name(gold_items)
     pairs = zip(items, gold_items, strict=True)
     return _all(_compare_values(one, other, limits) for one, other in pairs)
-
-
-def _with_names(items: list[str]) -> list[str]:
-    """`x = 1, 3` as `x = 1, x = 3`."""
-    named, name = [], ""
-    for item in items:
-        own, _ = notation.split_assignment(item)
-        is_bare = name and not own and "=" not in item and not notation.has_relation(item)
-        named.append(f"{name} = {item}" if is_bare else item)
-        name = own or name
-    return named
-
-
-def _is_value(item: str) -> bool:
-    """Whether an item is a value: no inequality, word, option letter or Roman numeral."""
-    name, value = notation.split_assignment(item)
-    is_formula = formulas.is_mathematics(value, value) and (name or not value.isalpha())
-    return bool(is_formula or quantities.read_number(value)) and not notation.has_relation(item)
-
-
-def _by_name(items: list[str]) -> list[str]:
-    """Coordinates in the order of their names, such as x, y, z or a_1, a_2; others as given."""
-    named = sorted((notation.key(notation.split_assignment(item)[0]), item) for item in items)
-    is_run = all(
-        one and (one[:-1], ord(one[-1]) + 1) == (other[:-1], ord(other[-1]))
-        for (one, _), (other, _) in itertools.pairwise(named)
-    )
-    return [item for _, item in named] if is_run else items
-
-
-def _roots(*lists: list[str]) -> tuple[list[str], ...] | None:
-    """The values of one variable, if `x = 1, x = 3` is compared with `x_1 = 1, x_2 = 3`.
-
-    The indices of an unknown number its values in any order, and those of R_1 and R_2 do not.
-    """
-    pairs = [[notation.split_assignment(item) for item in items] for items in lists]
-    names = [{notation.key(name) for name, _ in each} for each in pairs]
-    variables = {notation.variable(name) for each in pairs for name, _ in each}
-    if len(variables) != 1 or "" in variables:
-        return None
-    if names[0] == names[1] and not variables <= _UNKNOWNS:
-        return None
-    return tuple([value for _, value in each] for each in pairs)
-
-
-def _names_differ(items: list[str]) -> bool:
-    """Whether all items are assignments to different variables; `x_1` and `x_2` are two of one."""
-    names = (notation.variable(notation.split_assignment(item)[0]) for item in items)
-    return len(set(itertools.takewhile(bool, names))) == len(items)
 
 
 def _all(given: Iterable[bool | None]) -> bool | None:

@@ -11,21 +11,26 @@ from care_jax.rewards.symbolic import Comparison, is_equal, outcome_of
 
 
 class Choices(NamedTuple):
-    """Cleaned choices, their lookup keys, and those that are more than a letter, longest first."""
+    """Cleaned choices, their lookup keys, and those that are more than a letter, longest first.
+
+    `are_sentences` means that some end in a formula, so that a formula alone is no choice.
+    """
 
     texts: list[str]
     keys: list[str]
     mentions: list[tuple[str, int]]
+    are_sentences: bool
 
 
 @functools.lru_cache(maxsize=4096)
 def clean_choices(choices: tuple[str, ...]) -> Choices:
     """The choices as they are compared; cached, as a group of rollouts shares them."""
-    texts = [notation.clean(choice) for choice in choices]
+    texts = [notation.clean(choice, in_sentences=False) for choice in choices]
+    are_sentences = any(free_text.formula_of_sentence(choice) != choice for choice in choices)
     mentions = [(free_text.fold_words(text), i) for i, text in enumerate(texts)]
     mentions = [each for each in mentions if len(each[0]) > 1 or each[0].isdigit()]
     mentions.sort(key=lambda each: -len(each[0]))
-    return Choices(texts, [notation.key(text) for text in texts], mentions)
+    return Choices(texts, [notation.key(text) for text in texts], mentions, are_sentences)
 
 
 def _named_options(text: str, choices: Choices, same: Callable) -> set[int]:
@@ -66,7 +71,7 @@ def compare_choice(
     prediction: str, gold: str, choices: Choices, same: Callable[[str, str], str | Comparison]
 ) -> str | Comparison:
     """Compares options; both sides may name one by its letter or its text."""
-    texts, keys, _ = choices
+    texts, keys = choices.texts, choices.keys
     named, gold_named = (_named_options(text, choices, same) for text in (prediction, gold))
     if len(named) > 1:
         return "different: several options"

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from care_jax.rewards.equivalence import rounding
 from care_jax.rewards.worker_pool import WorkerPool
 
 _MEMORY_BYTES = 2 << 30  # address space of one worker
@@ -32,12 +33,14 @@ class Comparison(NamedTuple):
         gold, prediction: LaTeX or plain mathematics, without `$` or `\\boxed` around it.
         num_decimals: decimals to which numbers are rounded before comparison.
         tolerance: relative error allowed between numbers.
+        rounded: a decimal that the prediction gives as its rounded value; "" for none.
     """
 
     gold: str
     prediction: str
     num_decimals: int
     tolerance: float = 0.0
+    rounded: str = ""
 
 
 def is_equal(outcome: str) -> bool:
@@ -151,6 +154,8 @@ def _compare(comparison: Comparison) -> str:
     is_equal = verify(
         gold, prediction, float_rounding=comparison.num_decimals, timeout_seconds=None
     ) or _is_close(gold[0], prediction[0], comparison.num_decimals, comparison.tolerance)
+    if comparison.rounded and not _is_rounded(prediction[0], comparison.rounded):
+        return "different: rounded otherwise"
     return f"{'equal' if is_equal else 'different'}: by computer algebra"
 
 
@@ -175,6 +180,15 @@ def _is_close(gold: Any, prediction: Any, num_decimals: int, tolerance: float) -
     error = abs(value - expected)
     is_rounded = error <= 0.5 * 10.0**-num_decimals and error <= 1e-3 * abs(expected)
     return is_rounded or error <= tolerance * abs(expected)
+
+
+def _is_rounded(value: Any, rounded: str) -> bool:
+    """Whether a constant is rounded as given."""
+    import sympy
+
+    if not isinstance(value, sympy.Expr) or value.free_symbols:
+        return False
+    return rounding.is_rounded(complex(sympy.N(value, 20)), rounded)
 
 
 def _make_exact() -> None:
@@ -230,12 +244,13 @@ def start(timeout: float) -> Callable[..., str]:
         prediction: str,
         num_decimals: int,
         tolerance: float,
+        rounded: str,
         cpu_seconds: float | None = None,
     ) -> str:
         signal.alarm(int(timeout) + 10)  # ends a stuck worker even if the pool has died
         signal.setitimer(signal.ITIMER_PROF, min(cpu_seconds or timeout, 0.4 * timeout))
         try:
-            return _compare(Comparison(gold, prediction, num_decimals, tolerance))
+            return _compare(Comparison(gold, prediction, num_decimals, tolerance, rounded))
         except _CpuTimeout:
             return "timeout"
         except MemoryError:

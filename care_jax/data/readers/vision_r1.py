@@ -9,16 +9,18 @@ ends in an answer. It becomes `<{think_tag}>rationale</{think_tag}><answer>answe
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.rows import Rows, images_of, locate, make_example
-from care_jax.rewards.equivalence import free_text, notation
+from care_jax.rewards.equivalence import boxes, free_text, notation
 
 _ASKING, _ANSWERING = ("human", "user"), ("gpt", "assistant")
 _MAX_ANSWER_CHARS = 300  # longer ones are explanations
+_FORMULA = re.compile(r"\$+([^$]+)\$+|\\\(((?:(?!\\\)).)+)\\\)|\\\[((?:(?!\\\]).)+)\\\]")
 
 
 def open_rows(
@@ -88,7 +90,17 @@ def _parts(response: str) -> tuple[str, str]:
     if is_tagged:
         answer = tagged.partition("</answer>")[0].strip()
     else:
-        answer = notation.clean(free_text.final_answer(conclusion.strip()))
+        answer = _bare(free_text.final_answer(conclusion.strip()))
+        answer = answer if notation.clean(answer) else ""
     if len(answer) > _MAX_ANSWER_CHARS:
         raise Unusable(f"answer longer than {_MAX_ANSWER_CHARS} characters")
     return rationale.strip(), answer
+
+
+def _bare(answer: str) -> str:
+    """An answer as it is written, without its box, delimiters, `**` and final full stop."""
+    answer = boxes.unbox(answer).strip("* \n")
+    if not answer.endswith(".."):
+        answer = answer.removesuffix(".").strip("* \n")
+    formula = _FORMULA.fullmatch(answer)
+    return next(filter(None, formula.groups())).strip() if formula else answer

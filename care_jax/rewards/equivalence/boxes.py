@@ -32,11 +32,15 @@ _PREDICATE = re.compile(
     re.IGNORECASE,
 )
 _SPOILED = re.compile(
-    rf"{free_text.NEGATION.pattern}|{free_text.HEDGE.pattern}|doubt"
+    rf"{free_text.NEGATION.pattern}|{free_text.HEDGE.pattern}"
     r"|(?<![a-zA-Z])(?:than|at least|at most|up to|above|below|over|under|between .*and) ?$",
     re.IGNORECASE,
 )
-_DOUBTED = re.compile(r"(?:n't|not|never) (?:think|believe|say|sure|certain)|doubt", re.IGNORECASE)
+_DOUBTED = re.compile(
+    r"(?:n't|not|never) (?:think|believe|say|sure|certain)"
+    rf"|(?<![a-zA-Z])(?:{free_text.DENIAL})(?![a-zA-Z])",
+    re.IGNORECASE,
+)
 _OPERATION = r"\\(?:pm|mp|times|cdot|div|sqrt|frac|pi|sin|cos|tan|log|ln|circ)(?![a-z])"
 _BEFORE_BOX = re.compile(
     rf"(?:[+*/^_({{\[]|\S ?-|{_OPERATION}|\S ?{_RELATION_SIGN}) ?$|[-\d)}}]$|\S and ?$"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 
-from care_jax.rewards.equivalence import boxes, notation, quantities
+from care_jax.rewards.equivalence import boxes, free_text, notation, quantities
 from care_jax.rewards.equivalence.characters import GREEK
 
 _MAX_CHARS = 400
@@ -27,9 +27,11 @@ _WORDS = frozenset({
     "inf", "and", "or", "degrees",
 })  # fmt: skip
 _WORD = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|[a-zA-Z]{2,}")
-_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-z](?![a-zA-Z])")
+_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 _LETTER = re.compile(rf"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])|\\(?:{GREEK})(?![a-z])")
-_COEFFICIENT = re.compile(r"(?<=\d)[a-z]{3,4}(?![a-zA-Z])")
+_COEFFICIENT = re.compile(r"(?<=\d)[a-zA-Z][a-z]{2,3}(?![a-zA-Z])")
+# A word such as Male; Mgh, without a vowel, is a product.
+_TITLE = re.compile(r"[A-Z](?=[a-z]*[aeiouy])[a-z]+|[AEIOU][a-z]+")
 # Words that may stand before a number in a formula.
 _BEFORE_NUMBER = "".join(
     f"(?<!{word})" for word in (*_FUNCTIONS, "sqrt", "pi", "mod", "gcd", "lcm", "and", "or")
@@ -40,7 +42,9 @@ _PREPOSITION = "as|at|by|if|in|is|no|of|on|per|so|to|up|vs"
 _NO_FORMULA = re.compile(
     rf"(?<!_)\d \d|\d\.\d+\.\d|II|(?<![\\a-zA-Z_^])[a-zA-Z]+{_BEFORE_NUMBER} \d"
     rf"|(?<=[\w)}}'] )(?:{_PREPOSITION}) (?=[\w\\-])|^(?:in|is|it|no|of|ok|on|or|so|to|up)$"
+    r"|\\circ(?![a-z])"  # functions composed, which do not commute
 )
+_ORDER = re.compile(r"[A-Z](?:_?\d)?(?:(?: ?- ?| )[A-Z](?:_?\d)?){2,}")  # such as A-C-B
 # Three or more capitals with plain numbers, such as C2H5OH or Ca(OH)2, whose order matters.
 _CHEMICAL = re.compile(r"(?=.*[a-zA-Z)]\d)\d*(?:\(?[A-Z][a-z]?\d*(?:\)\d*)?){3,}")
 _VECTOR_PRODUCT = re.compile(r"\\(?:vec|hat|overrightarrow)(?![a-z])[^=,]*\\times(?![a-z])")
@@ -106,19 +110,24 @@ def is_mathematics(text: str, other: str) -> bool:
     """Whether a text is plausible input for computer algebra: neither prose nor program code.
 
     A short word counts as a product of variables after a digit, or if the other text has its
-    letters as variables.
+    letters as variables; one such as Male also in a formula. Three capitals joined by hyphens or
+    spaces, as in the other text, are an order.
     """
     if any(c in text for c in '"`@#?…') or "__" in text or _NO_FORMULA.search(text):
         return False
     if any(c >= _FIRST_CJK for c in text) or _CHEMICAL.fullmatch(text):
         return False
+    if _ORDER.fullmatch(text) and _ORDER.fullmatch(other):
+        return False
+    is_formula = free_text.FORMULA_SIGN.search(text) is not None
     text = _PLAIN_ROOT.sub(r"\1\\sqrt ", _PLAIN_NAME.sub(r"\1\\\2 ", _COEFFICIENT.sub("", text)))
     variables = set(_VARIABLE.findall(other))
     # Two letters are a product or a segment; up to four capitals name the corners of a figure.
     return all(
         word.startswith("\\")
         or word in _WORDS
-        or len(word) <= (2 if word.islower() else 4)
+        or len(word) <= 2
+        or (len(word) <= 4 and not word.islower() and (is_formula or not _TITLE.fullmatch(word)))
         or (len(word) <= 4 and set(word) <= variables)
         for word in _WORD.findall(text)
     )

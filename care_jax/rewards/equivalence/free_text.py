@@ -6,15 +6,24 @@ import collections
 import re
 from collections.abc import Sequence
 
+from care_jax.rewards.equivalence import quantities
+
 PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
+# What denies a clause before its verb.
+DENIAL = (
+    r"none|nothing|nobody|no one|hardly|scarcely|doubt(?:s|ed|ful)?|far from|fail(?:s|ed)? to"
+    r"|used to (?:be|equal|have)"
+)
 NEGATION = re.compile(
     r"(?<![a-zA-Z])(?:no[tnr]?|neither|never|cannot|without|but|except|exclud\w*|eliminat\w*|wrong"
-    r"|incorrect|false|untrue|unlikely|instead|rather|ruled? out)(?![a-zA-Z])|n't|[不非没错]",
+    rf"|incorrect|false|untrue|unlikely|instead|rather|ruled? out|{DENIAL})(?![a-zA-Z])"
+    r"|n't|[不非没错]",
     re.IGNORECASE,
 )
 HEDGE = re.compile(
-    r"(?<![a-zA-Z])(?:or|either|maybe|perhaps|possibly|probably)(?![a-zA-Z])", re.IGNORECASE
+    r"(?<![a-zA-Z])(?:or|either|maybe|perhaps|possibly|probably)(?![a-zA-Z])|可能|也许|大概",
+    re.IGNORECASE,
 )
 
 _PHRASE = re.compile(
@@ -56,6 +65,21 @@ _STATES = re.compile(
 )
 
 
+_POWER_OF_UNIT = re.compile(r"(?<=[a-zA-Z])\$ ?\^ ?\{?([23])\}? ?\$")  # cm$^2$
+# A single capital before `is` may be the letter of an option.
+_SENTENCE = re.compile(
+    r"(?!\W*[A-Z]\W* (?:is|equals) )"
+    r"([^.!?:;,\d\n]+ (?:is|equals|is equal to) |[^.!?:;,\d\n]*[\u4e00-\u9fff][^.!?:;,\d\n]*?"
+    r"(?:是|(?<![因认作])为|等于)) ?(?=[-+$€£¥\\\d])(\S.*)"
+)
+_CONDITION = re.compile(
+    r"(?<![a-zA-Z])(?:if|whether|unless|when|suppos\w*|assum\w*|(?:probability|chance) that|option"
+    r"|choice)(?![a-zA-Z])"
+    r"|[若当约设]|如果|假如|选项",
+    re.IGNORECASE,
+)
+
+
 _LETTERS = "a-zA-ZÀ-ɏЀ-ӿ"  # not of Greek, whose letters are symbols
 _WORD = re.compile(rf"(?<![\\{_LETTERS}\d_])[{_LETTERS}]+(?![{_LETTERS}\d_^])")
 _SHORT_WORDS = frozenset({
@@ -67,7 +91,7 @@ _ARTICLE = re.compile(r"(?<![\w'])A(?= (?!(?:and|because)(?!\w))[a-z]{3})")
 _LEADING_ARTICLE = re.compile(
     r"the (?=\w)|an? (?=[a-z]{3})(?!(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod)h?[a-z]?\b)"
 )
-_FORMULA_SIGN = re.compile(r"[\\^_=+*<>|]|/ ?(?:[\d(]|[^\W\d_](?![^\W\d_]))")
+FORMULA_SIGN = re.compile(r"[\\^_=+*<>|]|/ ?(?:[\d(]|[^\W\d_](?![^\W\d_]))")
 _ONLY_PAIRS = re.compile(r"(?:(.)\1)+")
 
 
@@ -80,7 +104,7 @@ def fold_words(text: str) -> str:
     """
     if text == text.lower():
         return text
-    min_letters = 5 if _FORMULA_SIGN.search(text) else 3
+    min_letters = 5 if FORMULA_SIGN.search(text) else 3
 
     def fold(match: re.Match) -> str:
         word, lower = match.group(), match.group().lower()
@@ -183,13 +207,37 @@ def _with_joined(text: str, values: list[re.Match], index: int) -> str:
 
 
 def formula_of_sentence(text: str) -> str:
-    """The formula at the end of a sentence ("We find that $x < 3$."), else the whole text."""
-    formulas = list(_FORMULA.finditer(text))
+    """The formula at the end of a sentence ("We find that $x < 3$."), else the whole text.
+
+    A unit may follow it.
+    """
+    joined = _POWER_OF_UNIT.sub(r"^\1", text)
+    formulas = list(_FORMULA.finditer(joined))
     if len(formulas) != 1:
         return text
-    before, after = text[: formulas[0].start()], text[formulas[0].end() :]
-    is_sentence = len(PLAIN_WORD.findall(before)) >= 2 and not after.strip(" .")
-    if not (is_sentence and _STATES.search(before)) or any(c.isdigit() for c in before):
+    before, after = joined[: formulas[0].start()], joined[formulas[0].end() :].strip(" .")
+    is_sentence = len(PLAIN_WORD.findall(before)) >= 2 and (
+        not after or quantities.split_unit(f"1 {after}")[0] == "1"
+    )
+    if not (is_sentence and _STATES.search(before)) or _changes_value(before):
         return text
-    # "less than $5$" and "six or $5$" are not $5$.
-    return text if NEGATION.search(before) or HEDGE.search(before) else formulas[0].group()
+    return f"{formulas[0].group()} {after}".strip()
+
+
+def value_of_sentence(text: str, expected: Sequence[str]) -> str:
+    """The value at the end of a sentence, 24 cm of `The perimeter is 24 cm`, else the whole text.
+
+    The sentence is kept if an expected answer is one, as only their values would be compared.
+    """
+    match = _SENTENCE.fullmatch(text)
+    if match is None or any(map(_SENTENCE.fullmatch, expected)):
+        return text
+    before, value = match.groups()
+    is_value = quantities.read_number(value) or _VALUE.fullmatch(quantities.split_unit(value)[0])
+    return value if is_value and not _changes_value(before) else text
+
+
+def _changes_value(before: str) -> bool:
+    """Whether words before a value say that it is another, as in `less than 5` and `six or 5`."""
+    has_digits = any(c.isdigit() for c in before)
+    return has_digits or any(map(re.Pattern.search, (NEGATION, HEDGE, _CONDITION), [before] * 3))

@@ -17,6 +17,7 @@ _CLOCK = re.compile(
     re.IGNORECASE,
 )
 _NAMED_HOURS = {"noon": "12:00 pm", "midday": "12:00 pm", "midnight": "12:00 am"}
+_CHINESE_CLOCK = re.compile(r"(上午|下午)?(\d{1,2}) ?[时点](?:(\d{1,2}) ?分)?")
 
 
 class Clock(NamedTuple):
@@ -33,12 +34,18 @@ def read_clock(text: str) -> Clock | None:
     is in 24-hour format.
     """
     text = _NAMED_HOURS.get(text.casefold(), text)
+    chinese = _CHINESE_CLOCK.fullmatch(text.strip())
+    if chinese:
+        half, hours, minutes = chinese.groups("")
+        text = f"{hours}:{minutes:0>2}" + {"上午": " am", "下午": " pm"}.get(half, "")
     match = _CLOCK.fullmatch(text.strip())
     if match is None:
         return None
     hours, minutes, seconds = (int(part or 0) for part in match.groups()[:3])
     half = (match.group(4) or "")[:1].lower()
-    is_certain = bool(half or match.group(3) or text[0] == "0" or (match.group(2) or "")[:1] == "0")
+    is_certain = bool(
+        chinese or half or match.group(3) or text[0] == "0" or (match.group(2) or "")[:1] == "0"
+    )
     is_written = bool(match.group(2)) and (":" in text or half in ("a", "p"))
     if not (is_written or half) or minutes > 59 or seconds > 59:
         return None
@@ -50,6 +57,7 @@ def read_clock(text: str) -> Clock | None:
 
 
 _SUMMAND = re.compile(r"(\d[\d.,/]*)( ?(?:[^\W\d]+|'{1,2}|\"))(?:,? (?:and )?|(?=\d)|$)")
+_CHINESE_MINUTES = re.compile(r"(?<=时)( ?\d+ ?)分(?!钟)")
 _ARC = {"degrees": 3600, "'": 60, "''": 1, '"': 1}
 _MAX_SUMMANDS = 4
 
@@ -59,6 +67,7 @@ def read_compound(text: str) -> quantities.Number | None:
 
     Its unit is the first one. In 5° 30' the others are minutes and seconds of arc.
     """
+    text = _CHINESE_MINUTES.sub(r"\1分钟", text)
     parts: list[quantities.Number] = []
     end = 0
     while end < len(text):
@@ -116,6 +125,8 @@ def _read_date(text: str) -> tuple[str, str | None, int] | None:
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})(?:\.\d{1,60})?[kKmMbB]?"
 _SCALES = {"k": "e3", "m": "e6", "b": "e9"}
 _WITHOUT_SIGNS = str.maketrans("", "", "$%")
+_COLON = re.compile(r":(?![^()\[\]{}]*[)\]}])")  # outside of brackets
+_TWO_COLONS = re.compile(r":[^,;]*:")
 _JOINED = re.compile(rf"(?:{_DIGITS} ?[-/:x] ?)+{_DIGITS}")
 _TIMES = re.compile(r" (?:by|\\times) | ?\\times ")
 _STARTS = set("$0123456789")
@@ -124,7 +135,7 @@ _JOINT = re.compile(r"[-/:x]")
 
 def is_range(text: str) -> bool:
     """Whether a text is numerals joined by hyphens, or a date such as 1/2/2010."""
-    return re.search(r"-|/.*/", text) is not None and _JOINED.fullmatch(text) is not None
+    return re.search(r"-|/[^:]*/", text) is not None and _JOINED.fullmatch(text) is not None
 
 
 def _scaled(numeral: str) -> str:
@@ -150,7 +161,12 @@ def same_joined(one: str, other: str) -> bool | None:
     ]
     if not all(map(_JOINED.fullmatch, texts)):
         return None
+    signs = [set(text) & {"$", "%"} for text in (one, other)]
+    if all(signs) and signs[0] != signs[1]:
+        return False
     joints, other_joints = map(_JOINT.findall, texts)
+    if "/" in joints + other_joints and joints.count(":") == other_joints.count(":") > 0:
+        return None  # a ratio of fractions
     if joints != other_joints:
         return False
     if any(c.isalpha() and c != "x" for c in "".join(texts)) and "$" not in one + other:
@@ -165,6 +181,52 @@ def same_joined(one: str, other: str) -> bool | None:
             for value, other_value in zip(values, other_values, strict=True)
         )
     return values == other_values
+
+
+def ratios_as_latex(one: str, other: str) -> tuple[str, str] | None:
+    """Both texts, with a ratio a:b as the quotient and a:b:c as (b/a, c/a).
+
+    None if they cannot be the same: ratios of other numbers of terms, or terms in several units.
+    """
+    ratios = _ratio(one), _ratio(other)
+    lengths = [len(terms) for terms in ratios]
+    if 0 in lengths or (lengths[0] != lengths[1] and max(lengths) > 2):
+        return None
+    return _proportion(ratios[0]), _proportion(ratios[1])
+
+
+def _ratio(text: str) -> list[str]:
+    """The terms of a ratio without their unit, of any other text itself; [] for what is neither.
+
+    Computer algebra would misread a list of ratios, and a first term of 0.
+    """
+    split = [quantities.split_unit(part.strip()) for part in _COLON.split(text)]
+    terms, units = [term for term, _ in split], [unit for _, unit in split]
+    if len(terms) == 1 or not all(terms) or set(text) & set("=<>,;"):
+        return [] if _TWO_COLONS.search(text) else [text]
+    # In 2:3 cm the unit is of both.
+    is_mixed = len(set(units[:-1])) > 1 or (any(units[:-1]) and units[-1] not in ("", units[0]))
+    return [] if is_mixed or terms[0] == "0" else terms
+
+
+def _proportion(terms: list[str]) -> str:
+    """A ratio as one value in LaTeX; a text that is none as it is."""
+    first, *others = terms
+    quotients = [f"\\frac{{{other}}}{{{first}}}" for other in others]
+    if len(terms) == 2:
+        return f"\\frac{{{first}}}{{{others[0]}}}"
+    return f"({', '.join(quotients)})" if quotients else first
+
+
+_STATEMENTS = re.compile(r"(?:\(\d{1,2}\)(?:, ?| and | )?)+")
+
+
+def same_statements(one: str, other: str) -> bool | None:
+    """Whether two texts such as `(1)(3)` name the same statements; None for other texts."""
+    if not all(map(_STATEMENTS.fullmatch, (one, other))):
+        return None
+    numbers, others = (sorted(re.findall(r"\d+", text)) for text in (one, other))
+    return numbers == others
 
 
 _BASE = re.compile(r"\d\)?_ ?\{? ?\(?\d")

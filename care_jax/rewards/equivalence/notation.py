@@ -58,7 +58,7 @@ _LABEL = re.compile(
 _IS_ANSWER = re.compile(
     r" (?:is (?:the )?(?:(?:final|correct|right) )?(?:answer|correct|right)|\((?:final )?answer\))$"
 )
-_TAG = re.compile(r"</?(?:b|i|u|em|strong|p|br|span|div|code)(?: [^<>]*)?/?>", re.IGNORECASE)
+_TAG = re.compile(r"</?(?:b|i|u|em|strong|p|br|span|div|code)(?: +[\w-]+ ?=[^<>]*)? ?/?>", re.I)
 # Decorations before and after an answer.
 _OPENER = re.compile(
     r"(?:\\\\|\\(?:therefore|[Rr]ightarrow|implies|checkmark)(?![a-zA-Z])|[,;:=•▪►➤→⇒∴✓✔✅☑ ]"
@@ -76,7 +76,7 @@ _AND_MORE = r" (?:and|or) (?:over|older|above|more|up|greater|higher)$"
 _PLAIN = re.compile(
     r"(?!.*(?:pi|pct|per ?cent|out of|is (?:correct|right)|infinity|base))"
     rf"(?!.*(?:{_ANSWER}|{_LEAD}|{_AND_MORE}))"
-    r"(?!.*(?:/d|//|/-)|(?:in|the|year|at|less|fewer|under|below|more|greater|over|above) )"
+    r"(?!.*(?:/d|//|/-)|(?:in|the|year|at|less|fewer|under|below|more|greater|over|above|from) )"
     r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
 )
@@ -115,12 +115,17 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\\$ ?(?=\.?\d)", "$"),  # a price keeps its dollar sign
     (r"\\?\$(?!\.?\d)", ""),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
+    (r"^[Ff]rom (?=[$\d]\S* to [$\d])", ""),
+    (r"^—(?=[\d.\\])|(?<=\d) ?~ ?(?=\d)", "-"),
+    (r"(?<=\d) ?比 ?(?=\d)", ":"),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
     (rf"{_BOLD} ?\\times ?{_BOLD}", r"\\vec{\1} \\times \\vec{\2}"),
     (
-        r"\\(?:overrightarrow|hat|vec) ?(?:\{ ?([a-zA-Z]|\\[a-z]+) ?\}|([a-zA-Z])(?!\w))",
+        r"\\(?:overrightarrow|vec|hat(?= ?\{? ?[ijk](?!\w))) ?"
+        r"(?:\{ ?([a-zA-Z]|\\[a-z]+) ?\}|([a-zA-Z])(?!\w))",
         r"\\vec{\1\2}",
     ),
+    (r"\\hat ?(?:\{ ?([a-zA-Z]) ?\}|([a-zA-Z])(?!\w))", r"\\hat{\1\2}"),
     (TEXT.pattern, _unwrap_text),
     (TEXT.pattern, _unwrap_text),  # \text can be nested
     (  # switches of font and size, colours and phantoms
@@ -181,10 +186,11 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
 )
 
 
-def clean(text: str) -> str:
+def clean(text: str, in_sentences: bool = True) -> str:
     """Normalises an answer: no boxes, no math delimiters, single spaces, ASCII signs.
 
-    An answer longer than `MAX_CHARS` is truncated and marked with its length.
+    An answer longer than `MAX_CHARS` is truncated and marked with its length. `in_sentences` means
+    that the formula of a sentence stands for all of it.
     """
     if _PLAIN.fullmatch(text):
         return " ".join(text.split()).rstrip(" .")
@@ -195,7 +201,8 @@ def clean(text: str) -> str:
         text = unbox(text)
     if len(text) > MAX_CHARS:
         return _truncated(text)
-    text = free_text.formula_of_sentence(text)
+    if in_sentences:
+        text = free_text.formula_of_sentence(text)
     if not (text.isascii() and text.isprintable()):
         text = characters.in_latex(text)
     if len(text) > MAX_CHARS:

@@ -1,4 +1,4 @@
-"""Writes numbers in English words as digits: `twenty-five`, `two and a half`, `third`.
+"""Writes numbers in English or Chinese words as digits: `twenty-five`, `two and a half`, `三`.
 
 A closed grammar of cardinals, mixed numbers and ordinals. Any other text stays as it is, and so
 does a fraction alone, `one half`, which the recorded cases tell from 1/2.
@@ -41,7 +41,18 @@ _NUMBER = re.compile(
     re.IGNORECASE | re.ASCII,  # not `sıx`, which `_SIZES` lacks
 )
 _RESTATED = re.compile(r"([^()]+) \(([^()]+)\)")
-_SIGN = re.compile(r"(?:minus|negative)[ -]", re.IGNORECASE)
+_SIGN = re.compile(r"(?:minus|negative)[ -]|负", re.IGNORECASE)
+
+_CHINESE_DIGITS = {"一": 1, "二": 2, "两": 2, "三": 3, "四": 4, "五": 5, "六": 6, "七": 7, "八": 8,
+                   "九": 9, "零": 0}  # fmt: skip
+_CHINESE_TENS = {"十": 10, "百": 100, "千": 1000}
+# Numerals below 10, 100, 1000 and 10,000, without 一百五, which may be 105 or 150.
+_1 = "[一二两三四五六七八九]"
+_2 = f"(?:{_1}?十{_1}?|{_1})"
+_3 = f"(?:{_1}百(?:零{_1}|{_1}十{_1}?)?|{_2})"
+_4 = f"(?:{_1}千(?:零{_2}|{_1}百(?:零{_1}|{_1}十{_1}?)?)?|{_3}|零)"
+_CHINESE = re.compile(rf"{_4}(?![一二两三四五六七八九十百千零])")
+_CHINESE_FRACTION = re.compile(rf"(百|\d+|{_4})分之(\d+(?:\.\d+)?|{_4})")
 
 
 def in_digits(text: str) -> str:
@@ -51,11 +62,30 @@ def in_digits(text: str) -> str:
         return one if one == other and restated[1] != restated[2] else text
     sign = _SIGN.match(text)
     text = text[sign.end() :] if sign else text
-    if match := _NUMBER.match(text):
+    if match := _CHINESE_FRACTION.match(text):
+        bottom, top = map(_chinese_digits, match.groups())
+        text = f"{top}%" if bottom == "100" else f"{top}/{bottom}"
+        text += match.string[match.end() :]
+    elif match := _CHINESE.match(text):
+        text = f"{_chinese_digits(match.group())}{text[match.end() :]}"
+    elif match := _NUMBER.match(text):
         whole, top, part = match.groups()
         value = _value(whole) + (Fraction(_value(top), PARTS[part.lower()]) if part else 0)
         text = f"{value}{text[match.end() :]}"
     return f"-{text}" if sign else text
+
+
+def _chinese_digits(numeral: str) -> str:
+    """A Chinese numeral in digits; one in digits as it is."""
+    if numeral[0] not in _CHINESE_DIGITS and numeral[0] not in _CHINESE_TENS:
+        return numeral
+    total = digit = 0
+    for c in numeral:
+        if c in _CHINESE_TENS:
+            total, digit = total + (digit or 1) * _CHINESE_TENS[c], 0
+        else:
+            digit = _CHINESE_DIGITS[c]
+    return str(total + digit)
 
 
 def _value(words: str) -> int:

@@ -75,9 +75,10 @@ _SYMBOL = "|".join(sorted((name for name in UNIT_NAMES if name.isalpha() and len
 _TWO_SYMBOLS = re.compile(rf"({_SYMBOL})({_SYMBOL})")
 _UNIT_NOTATION = ((" ^", "^"), ("^1", ""), ("/", " per "), (".", " "), ("\\cdot", " "), ("(", ""),
                   (")", ""), (" squared", "^2"), (" cubed", "^3"), ("平方", "square "),
-                  ("立方", "cubic "))  # fmt: skip
+                  ("立方", "cubic "), ("每", " per "))  # fmt: skip
 _OHM = re.compile(r"(?:(?<![^\W\d_])([mkMG]) ?)?\\Omega(?![a-z]) ?")
 _HYPHEN = re.compile(r"(?<=[^\W\d_])-(?=[^\W\d_])")
+_LETTER_PRODUCT = re.compile(r"N [ms]|A [hms]|V [Ams]|[WJ] s|C m|T m|Wh")
 _TEMPERATURE = re.compile(r"deg(?:rees?)? ?(?=(?:C|F|celsius|fahrenheit)(?![a-z]))", re.IGNORECASE)
 _UNIT_WORD = re.compile(
     r"([^\W\d_]+|[$€£¥₹¢\"]|'{1,2})(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$"
@@ -115,8 +116,10 @@ class Number(NamedTuple):
 def read_number(text: str, is_gold: bool = False) -> Number | None:
     """Parses a cleaned text that is a number as a whole; None for any other text.
 
-    After 1, and a gold number below it, any word may be a unit: `1 apple`, `1/2 apple`.
+    After 1, and a gold number below it, any word may be a unit: `1 apple`, `1/2 apple`. The mg of
+    a gold 2mg is a weight.
     """
+    is_word = text.strip().startswith("一")  # such as 一样
     text = in_digits(text.strip())
     if _DECADE.fullmatch(text):  # not seconds
         return None
@@ -142,9 +145,10 @@ def read_number(text: str, is_gold: bool = False) -> Number | None:
     if (scale := _SHORT_SCALE.match(tail)) and (currency or len(scale.group(1)) == 2):
         value, tail = value * _SHORT_SCALES[scale.group(1).lower()], tail[scale.end() :]
     is_percent = tail.startswith("%")
-    is_one = value == 1 or (is_gold and value < 1)
+    is_one = not is_word and (value == 1 or (is_gold and value < 1))
     unit = _read_unit(tail[is_percent:].strip(), is_one)
-    if unit is None or (tail == body[end:] and _PRODUCT.fullmatch(tail)):
+    is_product = _PRODUCT.fullmatch(tail) or (is_gold and tail == "mg")
+    if unit is None or (tail == body[end:] and is_product):
         return None
     if currency and unit != currency:
         unit = f"{currency} {unit}".strip()
@@ -206,12 +210,14 @@ def _fraction(digits: str) -> Fraction | None:
     return Fraction(digits.rstrip("."))
 
 
-def _read_unit(text: str, is_one: bool = False) -> str | None:
+def _read_unit(text: str, is_one: bool = False, is_known: bool = False) -> str | None:
     """Canonical name of a unit, "" for no unit; None if the text is not a unit.
 
-    Any words may be one if they end in a plural or follow "per". In "5 wrong" and "2010 May" the
-    word is no unit; `is_one` means that the unit may be a singular.
+    Any words may be one if they end in a plural or follow "per", unless it must be known. In "5
+    wrong" and "2010 May" the word is no unit; `is_one` means that the unit may be a singular.
     """
+    if text in ("times", "倍") and not is_known:
+        return "times"
     if text.startswith("\\cdot"):  # a product
         return None
     text = _TEMPERATURE.sub("", _OHM.sub(r"\1Ω ", re.sub(r"\\mu(?![a-z]) ?", "μ", text)))
@@ -232,7 +238,9 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
             # One or two letters are a variable, unless they are a known unit.
             if len(lower) < 3 and lower.isascii():
                 return None
-            name = _LOWER_UNIT_NAMES.get(lower, lower)
+            name = _LOWER_UNIT_NAMES.get(lower, None if is_known else lower)
+            if name is None:
+                return None
         is_counted = (
             is_one
             or (name in UNITS and name not in ("square", "cubic", "per"))
@@ -248,6 +256,9 @@ def _read_unit(text: str, is_one: bool = False) -> str | None:
         below = sorted(name for name in names[first:] if name != "per")
         names[first + 1 :] = ["square s"] if below == ["s", "s"] else below
     unit = " ".join(names).replace("W h", "Wh").strip()
+    if len(names) > 1 and all(len(name) == 1 for name in names):
+        # 2 m g is a weight, and F s / 2 work.
+        return unit if _LETTER_PRODUCT.fullmatch(unit) else None
     return unit if len(names) <= 5 and is_counted else None
 
 
@@ -269,6 +280,8 @@ def is_close(
 ) -> bool:
     """Whether two numbers agree. If only one has a percent sign, 50% equals 50, 0.5 and 1/2.
 
+    A number below 1 is then a fraction: 0.39 is 39%, and not 0.39%.
+
     Args:
         units_matter: a number without a unit differs from one with a unit.
         tolerance: allowed |prediction - gold| / |gold|; 0 is exact.
@@ -288,7 +301,7 @@ def is_close(
     if prediction.is_percent != gold.is_percent:
         one, other = (each.value / (100 if each.is_percent else 1) for each in (prediction, gold))
         plain = gold if prediction.is_percent else prediction
-        is_fraction = not plain.is_decimal and 0 < abs(plain.value) < 1  # 1/2 is not 0.5%
+        is_fraction = 0 < abs(plain.value) < 1  # 1/2 is not 0.5%
         pairs = [(one, other)] if is_fraction else [*pairs, (one, other)]
     is_default = num_decimals is None
     if is_default and prediction.is_decimal != gold.is_decimal:
@@ -331,32 +344,58 @@ def sizes_of(units: Iterable[str]) -> dict[str, int] | None:
     return next((sizes for sizes in SIZES_OF_UNITS if sizes.keys() >= set(units)), None)
 
 
+@functools.lru_cache(maxsize=16384)
 def split_unit(text: str) -> tuple[str, str]:
-    """An expression and the name of the unit after it; (text, "") without one.
+    """An expression and the name of the known unit after it; (text, "") without one.
 
     Single letters may be variables, so they count as a unit only after a space. Degrees after the
     argument of a trigonometric function are part of it.
     """
-    match = _UNIT_AT_END.search(text)
-    if match is None or (match.group().strip() in _DEGREES and _ANGLE.search(text)):
+    if _UNIT_BEFORE_COLON.search(text):  # 5 cm:2 m has two units
         return text, ""
-    if len(match.group()) < 3 and _SYMBOL_AT_END.search(text, 0, match.start()):
-        return text, ""
-    unit = _read_unit(match.group().strip())
-    return (text, "") if unit is None else (text[: match.start()].strip(), unit)
+    for match in _UNIT_START.finditer(text, max(0, len(text) - _MAX_UNIT_CHARS)):
+        body, tail = text[: match.end()], text[match.end() :]
+        if tail in _DEGREES and _ANGLE.search(text):
+            break
+        if len(tail) < 3 and _SYMBOL_AT_END.search(body):
+            break
+        if _NO_UNIT_TAIL.search(tail) or (body[-1] != " " and not _may_be_attached(tail)):
+            continue
+        unit = _read_unit(tail, is_known=True)
+        is_product = are_letters(unit or "") and not _LETTER_UNIT.fullmatch(unit or "")
+        if unit is not None and not is_product:
+            return body.strip(), unit
+    return text, ""
 
 
+def are_letters(unit: str) -> bool:
+    """Whether the symbols of a unit are letters that may be variables, such as m per s."""
+    symbols = [name for name in unit.split() if name not in ("per", "square", "cubic")]
+    return bool(symbols) and all(len(name) == 1 for name in symbols)
+
+
+def _may_be_attached(unit: str) -> bool:
+    """Whether a unit may follow a formula without a space; mg would be a product."""
+    if not unit[0].isalpha() or unit[0] >= _FIRST_CJK:
+        return True
+    word = re.split(r"[\W\d_]", unit, maxsplit=1)[0]
+    return len(word) > 1 and word != "mg" and word in UNIT_NAMES and not word.isupper()
+
+
+_FIRST_CJK = "\u2e80"
+_MAX_UNIT_CHARS = 40
 _DEGREES = [name for name, unit in UNIT_NAMES.items() if unit == "degrees"]
 _ANGLE = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)[^=,]*$")
 _SYMBOL_AT_END = re.compile(r"\\(?!pi )[a-zA-Z]+ $")  # \mu mg is a product
-_NOT_AT_END = ("per", "square", "sq", "cubic", "cu", "'", "''", '"')
-_ALIASES = [
-    re.escape(alias).replace("μ", r"\\mu ?").replace("Ω", r"\\Omega")
-    for alias in sorted(UNIT_NAMES.keys() - {*_NOT_AT_END}, key=len, reverse=True)
-]
-_UNIT_AT_END = re.compile(
-    r"(?<=[\w})\])] )(?:square |cubic |sq )?(?:" + "|".join(_ALIASES) + r")"
-    r"(?: ?\^ ?\{? ?[23] ?\}?)?$|(?<=[\d})\]])(?:"
-    + "|".join(alias for alias in _ALIASES if len(alias) > 1 and not alias.isupper())
-    + r")(?: ?\^ ?\{? ?[23] ?\}?)?$"
+_UNIT_START = re.compile(
+    r"(?:(?<=[\w})\]]) |(?<=[\d})\]])|(?<=[a-z])(?=[\u2e80-\u9fff]))"
+    r"(?=[^\W\d_]|[$€£¥₹¢]|\\(?:mu|Omega)(?![a-z]))"
 )
+_UNIT_BEFORE_COLON = re.compile(r"[^\W\d_] ?:")
+# Units of single letters after a formula; m g and F/m may be products and quotients.
+_LETTER_UNIT = re.compile(
+    r"(?:square |cubic )?\w|[mNJWVACTK](?: m)? per (?:square )?s|N m"
+    r"|[NVJCAWT] per (?:(?:square |cubic )?m|C|K)"
+)
+# Quotes are primes, and an unopened bracket is that of the formula.
+_NO_UNIT_TAIL = re.compile(r"['\"]|^[^({]*[)}]")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 _NAMES = {
     "degrees": "degrees degree deg 度", "rad": "rad radian radians",
-    "cm": "厘米", "dm": "分米", "m": "米", "mm": "毫米", "km": "公里", "kg": "公斤", "g": "克",
+    "cm": "厘米", "dm": "分米", "m": "米", "mm": "毫米", "km": "公里 千米", "kg": "公斤 千克",
+    "g": "克", "Mg": "吨", "N": "牛 牛顿", "V": "伏 伏特", "W": "瓦 瓦特", "Ω": "欧 欧姆",
+    "A": "安 安培", "J": "焦 焦耳", "Pa": "帕 帕斯卡", "Hz": "赫兹", "mol": "摩尔", "Wh": "瓦时",
+    "ha": "ha hectare hectares 公顷",
     "mg": "毫克", "l": "L 升", "dl": "dL", "ml": "mL 毫升", "μl": "μL", "s": "sec secs 秒",
     "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
     "lb": "lb lbs pound pounds", "oz": "oz ounce ounces", "gal": "gal gallon gallons",
-    "min": "min mins minute minutes 分钟", "h": "h hr hrs hour hours 小时", "day": "day days 天",
-    "week": "week weeks", "month": "month months", "year": "year years yr yrs",
+    "min": "min mins minute minutes 分钟", "h": "h hr hrs hour hours 小时 时",
+    "day": "day days 天", "week": "week weeks 周", "month": "month months",
+    "year": "year years yr yrs",
     "": "unit units old long wide high tall deep",
     "square": "square sq", "cubic": "cubic cu", "per": "per",
     "mi per h": "mph", "km per h": "kph kmph", "mi per gal": "mpg",
@@ -17,7 +21,7 @@ _NAMES = {
     "dB": "dB decibel decibels",
     "$": "$ US$ USD dollar dollars", "cents": "¢ cent cents", "€": "€ EUR euro euros",
     "£": "£ GBP", "¥": "¥ CNY RMB 元", "Rs": "₹ Rs Rs. INR rupee rupees",
-    "C": "celsius", "F": "fahrenheit", "K": "K kelvin kelvins",
+    "C": "celsius 摄氏度", "F": "fahrenheit", "K": "K kelvin kelvins",
     "KB": "KB", "MB": "MB", "GB": "GB", "TB": "TB", "'": "'", '"': '" \'\'',
 }  # fmt: skip
 _PREFIXES = {"p": ("pico", 1), "n": ("nano", 10**3), "μ": ("micro", 10**6), "m": ("milli", 10**9),
@@ -64,6 +68,7 @@ SIZES_OF_UNITS = (
     {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
     {"oz": 1, "lb": 16},
     {"month": 1, "year": 12},
+    {"square m": 1, "ha": 10**4, "square km": 10**6},
     {"cents": 1, "$": 100},
     {"cents": 1, "€": 100},
     # A name or sign that stands for several units.

@@ -148,6 +148,11 @@ def test_mathvista_chooses_the_option_nearest_in_edit_distance():
     assert mathvista.parse("is equal", row) == "equal to"
     assert mathvista.parse("tall", row) == "equal to"
     assert mathvista.parse("xyz", row) is None  # nothing in common with any
+
+
+def test_spaces_around_a_choice_of_mathvista_do_not_count():
+    row = VISTA_CHOICE | {"choices": ["60 ", "45"], "answer": "60 "}
+    assert mathvista.is_correct("A", row) and not mathvista.is_correct("B", row)
     assert mathvista.edit_distance("kitten", "sitting") == 3
     assert mathvista.nearest("x", ("ab", "cd")) == "ab"
     # A response that settles on nothing is no answer; the shortest option would be a guess.

@@ -47,6 +47,15 @@ def test_options_are_named_by_small_letters_and_several_in_any_order(prediction,
     assert is_equivalent(prediction, gold, choices=("30", "45", "60", "90")) == is_same
 
 
+def test_a_sentence_is_compared_as_a_whole_if_choices_are_sentences():
+    for mean, median in (("The mean is $5$", "The median is $6$"), ("A mean is 5", "A mode is 6")):
+        assert compare(mean, "A", choices=(mean, median)) == "equal"
+        assert compare(mean.replace("5", "6"), "B", choices=(mean, median)) == "different"
+    for sentence in ("The mean is $5$", "The mean is 5", "The mean is 5 cm"):
+        assert compare(sentence, "A", choices=("5", "6")) == "equal"
+        assert compare(sentence, "B", choices=("5", "6")) == "different"
+
+
 @pytest.mark.parametrize(
     ("form", "is_named"),
     [

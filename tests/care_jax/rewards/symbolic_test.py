@@ -124,6 +124,14 @@ def test_values_are_compared_at_the_decimals_of_the_question(algebra):
     assert algebra.ask(questions) == [EQUAL, DIFFERENT]
 
 
+def test_a_rounded_value_must_be_that_of_the_prediction(algebra):
+    texts = ("3.46", "3.5", "3", "3.4", "9", "-3.46")
+    questions = [Comparison("2\\sqrt{3}", "\\sqrt{12}", 6, rounded=text) for text in texts]
+    other = "different: rounded otherwise"
+    assert algebra.ask(questions) == [EQUAL, EQUAL, EQUAL, other, other, other]
+    assert algebra.ask([Comparison("x", "x", 6, rounded="3")]) == [other]
+
+
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [

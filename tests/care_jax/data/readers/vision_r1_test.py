@@ -60,6 +60,11 @@ def test_both_arrays_are_one_source(release, tmp_path):
         ("<answer> 7 </answer>", "7"),
         ("The answer is a red car.", "a red car"),
         ("Yes", "Yes"),
+        ("The answer is 30°.", "30°"),
+        ("So x ≥ 2", "x ≥ 2"),
+        ("It is **$\\dfrac12$**.", "\\dfrac12"),
+        ("It is \\(x^2\\).", "x^2"),
+        ("**Answer:** $x$ and $y$.", "$x$ and $y$"),
     ],
 )
 def test_answer_is_what_the_conclusion_settles_on(release, conclusion, answer):
@@ -83,6 +88,7 @@ def test_tag_is_that_of_the_configuration(release, tmp_path):
         (llava("<think>one</think>two</think>3"), "not exactly one rationale"),
         (llava("<think> </think>3"), "rationale empty"),
         (llava(THOUGHT), "no answer"),
+        (llava(THOUGHT + "**"), "no answer"),
         (llava(THOUGHT + "word " * 200), "answer longer than 300 characters"),
         (llava(THOUGHT + "3", conversations=[]), "not one question and one response"),
         (llava(THOUGHT + "3", conversations=None), "no conversation"),

@@ -42,6 +42,8 @@ def test_only_a_ratio_may_be_a_multiple(numerals, factor):
         ("30-49%", "31-50%", False),
         ("10:20", "20:40", False),
         ("0:3", "0:4", False),
+        ("10%-20%", "$10-$20", False),
+        ("2/3:1", "2:3", None),
         ("3k-2k", "2k-1k", None),
         ("7-2", "5", None),
         ("-7-2", "-8-1", None),
@@ -62,6 +64,8 @@ def test_ranges_and_sizes_are_read_and_differences_are_not(one, other, is_same):
         ("12 a.m.", 0, True),
         ("03:15:01", 11701, True),
         ("noon", 43200, True),
+        ("9时30分", 34200, True),
+        ("下午3点", 54000, True),
     ],
 )
 def test_a_time_of_day_is_read_in_seconds(text, seconds, is_certain):

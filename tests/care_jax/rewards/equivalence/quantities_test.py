@@ -63,8 +63,8 @@ def test_commas_and_spaces_group_thousands_alone():
 
 @pytest.mark.parametrize(
     "text",
-    ["", ".", "x", "7x", "+-3", "7/0", "1/2/3", "5 times", "5 hundred", "about 7", "7 or 8", "7 th",
-     "9" * 5000, "1e999999999", "1e-61", "5N", "2GB", "3ABC", "5\\cdot m", "5 B", "5 mV^2",
+    ["", ".", "x", "7x", "+-3", "7/0", "1/2/3", "5 times 2", "5 hundred", "about 7", "7 or 8",
+     "7 th", "9" * 5000, "1e999999999", "1e-61", "5N", "2GB", "3ABC", "5\\cdot m", "5 B", "5 mV^2",
      "3 tens", "3 sixties", "3 squared", "7 quadrillion", "7 crore", "5 apple", "5 per", "(1,234)",
      "5 unless"],
 )  # fmt: skip
@@ -88,6 +88,11 @@ def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
         ("60 miles per hour", 60, "mi per h"),
         ("5 m/s", 5, "m per s"),
         ("7 apples", 7, "apples"),
+        ("7 times", 7, "times"),
+        ("7倍", 7, "times"),
+        ("5 hectares", 5, "ha"),
+        ("5米每秒", 5, "m per s"),
+        ("5千瓦时", 5000, "Wh"),
         ("0.1\\overline{6}", Fraction(1, 6), ""),
         ("$5k", 5000, "$"),
         ("5mn", 5000000, ""),
@@ -193,6 +198,9 @@ def test_a_unit_behind_an_expression_is_no_part_of_it():
     assert split_unit("6\\sqrt{2}cm") == ("6\\sqrt{2}", "cm")
     assert split_unit("x m") == ("x", "m")
     assert split_unit("6\\sqrt{2} N") == ("6\\sqrt{2}", "N")
+    assert split_unit("\\sqrt{3} m/s^2") == ("\\sqrt{3}", "m per square s")
+    for text in ("(x + 3 cm)", "2(\\sqrt{3} m/s)", "\\frac{2}{3 cm^2}", "5 cm:2 m"):
+        assert split_unit(text) == (text, ""), text
     for text in ("2m", "cm", "5\\min", "a + m", "7", "6\\sqrt{2}N", "\\frac{1}{2}mV^2"):
         assert split_unit(text) == (text, "")
 
