@@ -149,7 +149,7 @@ def path_of(folder: str, name: str) -> str:
         ValueError: nothing of that name is installed.
     """
     stem, colon, argument = name.partition(":")
-    if "/" in stem or stem.endswith((".py", ".json")):
+    if "/" in name or stem.endswith((".py", ".json")):
         return name
     if stem not in names(folder):
         raise ValueError(

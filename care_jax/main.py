@@ -24,6 +24,7 @@ from care_jax.aot import dry_run
 from care_jax.batch import Example
 from care_jax.config import command_line
 from care_jax.config.checks import has_benchmarks_only, is_evaluated
+from care_jax.config.keys import check_keys
 from care_jax.config.resume import TRAINING
 from care_jax.data.examples import SECTIONS, given_examples, open_examples
 from care_jax.devices import compilation, distributed, limits, xla_flags
@@ -41,6 +42,7 @@ from care_jax.run.run import (
     has_checkpoint,
     is_cold_start_unread,
     open_run,
+    read_by,
     verifier_of,
 )
 from care_jax.run.versions import write_config, write_start
@@ -100,7 +102,8 @@ def run_stages(
     """
     given = examples or {}
     from_python = [*given, *(["reward"] if reward else [])]
-    check_given(config, workdir, from_python, overridden)
+    check_keys(config)
+    check_given(config, workdir, from_python, read_by(config))
     run = open_run(config, workdir, reward=reward, overridden=overridden, given=[*given])
     sources = open_sources(run, given)
     benchmarks = evaluate.open_benchmarks(run.config) if is_evaluated(run.config) else []

@@ -88,8 +88,9 @@ def to_line(sample: Sample) -> str:
     return f"{text[:-1]}{_SUM}{_hash(text)}" + '"}\n'
 
 
-def read(path: pathlib.Path, digest: str) -> list[Sample]:
-    """The samples of a file whose field "settings" is `digest`, one per question.
+def read(path: pathlib.Path, digest: str | None) -> list[Sample]:
+    """The samples of a file whose field "settings" is `digest`, one per question; None of a
+    reward function's.
 
     A file of other settings is renamed, since its samples may have taken hours. Damaged lines are
     reported and moved to `<name>.damaged`; the caller rewrites the file. A last line without
@@ -110,7 +111,7 @@ def read(path: pathlib.Path, digest: str) -> list[Sample]:
         if sample["settings"] == digest:
             found.setdefault(sample["doc_id"], sample)
         else:
-            others.add(sample["settings"] or "reward")  # a reward function's have none
+            others.add(sample["settings"] or "reward")
     set_aside(path, damaged)
     if others and not found:
         renamed = path.replace(path.with_name(f"{path.stem}.{min(others)}{path.suffix}"))

@@ -16,6 +16,7 @@ from ml_collections import config_flags
 from care_jax.batch import Example
 from care_jax.config import command_line
 from care_jax.config.checks import check_config
+from care_jax.config.keys import check_keys
 from care_jax.data.examples import open_examples
 from care_jax.data.pipeline import Batches
 from care_jax.decoding.rollout_buffer import Request
@@ -59,7 +60,8 @@ def run_command(act: Callable[[Reopened], None]) -> None:
     def reopen_and_act() -> None:
         xla_flags.set_defaults(config.value.xla_preset)
         folder = command_line.folder_of(workdir.value)
-        check_given(config.value, folder, overridden=config_flags.get_override_values(config))
+        check_keys(config.value)
+        check_given(config.value, folder, (), ("rl", "reward"))
         run = open_run(config.value, folder)
         check_reflection(run)
         examples = questions_of(run, questions.value)

@@ -288,7 +288,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
             )
         # A release's config.json, which model.backbone may be, has null for what is not used.
         if value is None and not key.startswith("model.backbone."):
-            raise ValueError(f"{key} must have a value, got None; write '' or False for none")
+            advice = "; write '' or False for none" if check is _ANY else ""
+            raise ValueError(f"{key} must have a value, got None{advice}")
         if not check.holds(value):
             raise ValueError(
                 f"{key} must {check.requirement}, got {value!r:.200}; set --config.{key}"

@@ -90,8 +90,7 @@ class PromptBuilder:
         patch_dtype: of the image patches; the backbone's compute dtype loses no precision.
 
     Raises:
-        ValueError: tokenizer and backbone disagree, the template is text-only or opens the
-            rationale's tag, or a size is wrong.
+        ValueError: tokenizer and backbone disagree, the template is text-only, or a size is wrong.
     """
 
     def __init__(
@@ -354,9 +353,14 @@ class PromptBuilder:
                 f"the chat template of {self.tokenizer.name_or_path!r} must {wanted}, got {got}, "
                 f"{advice}"
             )
-        # As those of the Thinking releases. The rationale is read from its opening tag on.
+
+    def check_trained(self) -> None:
+        """Rejects a template that opens the rationale, as those of the Thinking releases do.
+
+        Training reads a rationale from its opening tag on, which responses would then lack.
+        """
         tags = "|".join({"think", "reasoning", self.think_tag})
-        if opened := re.search(rf"<(?:{tags})>\s*$", shown):
+        if opened := re.search(rf"<(?:{tags})>\s*$", self._render("Which?")):
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path!r} must leave the rationale's "
                 f"opening tag to the response, got a prompt that ends with {opened[0].strip()}; "

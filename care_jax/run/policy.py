@@ -90,8 +90,13 @@ def _check_folder(folder: pathlib.Path) -> None:
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:
-    """Rejects keys that do not fit the model: no room for a reflection, experts that it lacks."""
+    """Rejects keys that do not fit the model: no room for a reflection, experts that it lacks.
+
+    And, to train, a chat template that opens the rationale.
+    """
     rl, care = config.rl, config.care
+    if {"sft", "rl"} & {*config.stages}:
+        policy.prompts.check_trained()
     of_experts = {
         "rl.replay_routes": rl.replay_routes,
         "model.lora_experts": config.model.lora_experts,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -28,12 +29,12 @@ from care_jax.rewards.verifier import Verifier
 from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.policy import Policy, check_policy, decode_shardings, policy_of
 from care_jax.run.progress import read_progress
-from care_jax.run.versions import given_before
+from care_jax.run.versions import config_before
 from models import backbone, lora
 from models.attention.packed import AttentionImpl
 from models.backbone import Params
 
-# What may come from Python, and the keys that it replaces.
+# What may come from Python, and what it replaces in the configuration.
 _GIVEN_FOR = {"rl": "data.train", "evaluate": "data.test", "reward": "verifier.reward"}
 
 
@@ -172,45 +173,52 @@ def check_settings(run: Run, stage: str, step: int) -> None:
 
 
 def check_given(
-    config: ConfigDict,
-    workdir: pathlib.Path,
-    given: Collection[str] = (),
-    overridden: Collection[str] = (),
+    config: ConfigDict, workdir: pathlib.Path, given: Collection[str], read: Collection[str]
 ) -> None:
-    """Checks that rows and reward come from where those of the run in the workdir came from.
+    """Checks that RL's rows and reward come from where those of its checkpoints came from.
 
-    The settings do not tell: rows and a function from Python have no place there.
+    The settings do not tell: rows and a function from Python have no place there. Another source or
+    function in the configuration may take their place.
 
     Args:
         given: what comes from Python: "rl" and "evaluate" for a stage's examples, and "reward".
-        overridden: keys set on the command line, which may replace what came from Python.
+        read: what the command needs, of these.
 
     Raises:
-        ValueError: something is read that came from Python before, and does not now; or RL has
-            checkpoints, and something is given that it did not have.
+        ValueError: something is read that came from Python before, and does not now; or something
+            comes from there now that did not before.
     """
-    if (before := given_before(workdir)) is None:
+    saved = config_before(workdir)
+    if "given" not in saved or not saved_steps(workdir, "rl"):
         return
+    before, now = {*saved["given"]}, json.loads(config.to_json_best_effort())
+    replaced = {name for name, key in _GIVEN_FOR.items() if _at(saved, key) != _at(now, key)}
+    if lost := (before & {*read}) - {*given} - replaced:
+        raise ValueError(
+            f"the run in {workdir} had its own from Python in place of {_keys_of(lost)}: call "
+            "care_jax.train_on with it, set these keys, or choose another workdir"
+        )
+    if new := ({*given} - before) & {"rl", "reward"}:
+        raise ValueError(
+            f"the RL stage in {workdir} began with {_keys_of(new)} of its configuration, got "
+            "others from Python; leave them out, or choose another workdir"
+        )
+
+
+def read_by(config: ConfigDict) -> list[str]:
+    """What the stages of a configuration read, of what may come from Python; see `check_given`."""
     is_held_out = is_evaluated(config) and not has_benchmarks_only(config)
-    is_read = {"rl": "rl" in config.stages, "evaluate": is_held_out}
-    is_read["reward"] = any(is_read.values())
-    lost = [
-        key
-        for name, key in _GIVEN_FOR.items()
-        if name in before and name not in given and is_read[name]
-        if not any(other.startswith(key) for other in overridden)
-    ]
-    if lost:
-        raise ValueError(
-            f"the run in {workdir} had its own from Python in place of {' and '.join(lost)}: "
-            "call care_jax.train_on with it, set these keys, or choose another workdir"
-        )
-    new = [_GIVEN_FOR[name] for name in ("rl", "reward") if name in {*given} - {*before}]
-    if new and saved_steps(workdir, "rl"):
-        raise ValueError(
-            f"the RL stage in {workdir} began with {' and '.join(new)} of its configuration, "
-            "got others from Python; leave them out, or choose another workdir"
-        )
+    rows = ["rl"] * ("rl" in config.stages) + ["evaluate"] * is_held_out
+    return rows + ["reward"] * bool(rows)
+
+
+def _at(settings: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return settings.get(section, {}).get(name)
+
+
+def _keys_of(names: Collection[str]) -> str:
+    return " and ".join(key for name, key in _GIVEN_FOR.items() if name in names)
 
 
 def check_workdir(run: Run, *, is_dry: bool = False) -> None:
@@ -230,7 +238,9 @@ def check_workdir(run: Run, *, is_dry: bool = False) -> None:
             f"ignore, as stages {tuple(stages)} lacks 'sft'; add it (finished steps are not "
             "repeated), or choose another --workdir to start from the weights of model.path"
         )
-    if is_past_cold_start(run) and not has_checkpoint(run, "sft") and (needs := _needing(run)):
+    is_gone = is_past_cold_start(run) and not has_checkpoint(run, "sft")
+    if is_gone and not is_cold_start_unread(run):
+        needs = "a stage before RL" if _is_between(run) else "RL's KL term"
         raise ValueError(
             f"{needs} needs the weights of the cold start, whose checkpoints are gone from "
             f"{checkpoint_folder(run, 'sft')}; put them back, or choose another --workdir"
@@ -250,15 +260,12 @@ def is_past_cold_start(run: Run) -> bool:
 
 def is_cold_start_unread(run: Run) -> bool:
     """Whether RL goes on from its own checkpoints, and nothing needs the cold start's weights."""
-    return is_past_cold_start(run) and not _needing(run)
+    return is_past_cold_start(run) and not (_is_between(run) or run.has_reference_copy)
 
 
-def _needing(run: Run) -> str:
-    """What needs the cold start's weights though RL has checkpoints; empty for nothing."""
-    stages = run.config.stages
-    if stages.index("rl") != stages.index("sft") + 1:
-        return "a stage before RL"
-    return "RL's KL term" if run.has_reference_copy else ""
+def _is_between(run: Run) -> bool:
+    """Whether a stage between the cold start and RL works on its weights."""
+    return run.config.stages.index("rl") != run.config.stages.index("sft") + 1
 
 
 def _check_name(folder: pathlib.Path) -> None:

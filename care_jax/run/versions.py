@@ -39,12 +39,13 @@ def write_config(config: ConfigDict, workdir: pathlib.Path, given: Collection[st
     write_whole(path, json.dumps(fields, indent=2) + "\n")
 
 
-def given_before(workdir: pathlib.Path) -> list[str] | None:
-    """What `write_config` was told of the last training run; None if that is not known."""
+def config_before(workdir: pathlib.Path) -> dict[str, Any]:
+    """The fields that `write_config` wrote; none if there is no such file, or a damaged one."""
     try:
-        return json.loads((workdir / "config.json").read_text(encoding="utf-8"))["given"]
-    except (OSError, ValueError, TypeError, KeyError):  # none, damaged, or of an earlier version
-        return None
+        found = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _trains(stages: Collection[str]) -> bool:

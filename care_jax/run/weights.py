@@ -91,11 +91,12 @@ def start(run: Run) -> Params:
 
 def start_of(run: Run, stage: str) -> Params:
     """The initial weights, or only their shapes if the first stage is resumed without them."""
-    is_resumed = stage in TRAINING and has_checkpoint(run, stage)
-    is_resumed = is_resumed or (stage == "sft" and is_cold_start_unread(run))
-    if is_resumed and (stage == "sft" or not run.has_reference_copy):
-        return lora.without(abstract_params(run))
-    return start(run)
+    is_unread = False
+    if stage == "sft":
+        is_unread = has_checkpoint(run, "sft") or is_cold_start_unread(run)
+    elif stage == "rl":
+        is_unread = has_checkpoint(run, "rl") and not run.has_reference_copy
+    return lora.without(abstract_params(run)) if is_unread else start(run)
 
 
 def load(run: Run, source: Source) -> Params:

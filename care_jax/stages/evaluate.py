@@ -66,13 +66,11 @@ def evaluate_stage(
 ) -> dict[str, float]:
     """Runs the stage `evaluate`; writes its metrics unless metrics.jsonl already has them.
 
-    A reward function's samples are not reused. An evaluation that it judged is therefore not made
-    again if it `is_past`: a training stage behind it has checkpoints.
+    A reward function's samples are not reused. Held-out questions that it judged are therefore not
+    judged again if the stage `is_past`: a training stage behind it has checkpoints.
     """
-    if is_past and run.has_reward and (before := run.metrics.line(f"evaluate_{name}", 0)):
-        print_line(f"the evaluation {name} is that of before the restart")
-        return before
-    metrics = evaluator(params, name=name)
+    before = run.metrics.line(f"evaluate_{name}", 0) if is_past and run.has_reward else None
+    metrics = evaluator(params, name=name, before=before)
     line = {"stage": f"evaluate_{name}", "step": 0, **metrics}
     is_there = jax.process_index() == 0 and any(
         record == line for _, record in read_records(run.metrics.path)
@@ -96,7 +94,12 @@ class Evaluator:
         self._answered: dict[str, pathlib.Path] = {}  # files of samples by their digests
 
     def __call__(
-        self, params: backbone.Params, *, name: str, step: int | None = None
+        self,
+        params: backbone.Params,
+        *,
+        name: str,
+        step: int | None = None,
+        before: dict[str, float] | None = None,
     ) -> dict[str, float]:
         """Answers all questions and scores the responses.
 
@@ -107,6 +110,7 @@ class Evaluator:
                 samples_<benchmark>.jsonl of benchmarks to `workdir/benchmarks_<name>`.
             step: of the stage, for an evaluation during it; samples are then in
                 `samples_<name>/step_<step>.jsonl` and `benchmarks_<name>/step_<step>`.
+            before: metrics of the same evaluation; held-out questions are then not asked again.
 
         Returns:
             for held-out questions the metrics of `held_out.metrics_of`, `num_dropped` and, with a
@@ -118,10 +122,16 @@ class Evaluator:
             RewardFailed: the reward function judged no held-out question.
             distributed.Preempted: the run was preempted.
         """
+        metrics = {}
+        if before:
+            others = {benchmark.name for benchmark in self._benchmarks} | {"mean"}
+            metrics = {key: x for key, x in before.items() if key.partition("/")[0] not in others}
+            print_line(f"held-out accuracy after {_label(name, step)} is that of before")
+        if before and not self._benchmarks:
+            return metrics
         decode = make_decoder(self._run, params, self._programs())
         settings = _settings(self._run, self._programs().checksum(params))
-        metrics = {}
-        if self._examples is not None:
+        if self._examples is not None and not before:
             metrics |= self._held_out(decode, settings, self._examples, name, step)
         if self._benchmarks:
             metrics |= self._on_benchmarks(decode, settings, name, step)
@@ -310,7 +320,8 @@ def _answer(
     Without a digest all are decoded.
     """
     is_writer = jax.process_index() == 0
-    kept = read(path, digest) if is_writer and digest else []
+    kept = read(path, digest) if is_writer else []  # renames a file of other settings
+    kept = kept if digest else []
     samples: list[Sample] = []
     for start in range(0, distributed.gather_json(len(kept))[0], _AT_ONCE):
         samples += distributed.gather_json(kept[start : start + _AT_ONCE])[0]

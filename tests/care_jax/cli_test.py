@@ -74,7 +74,7 @@ def test_names_become_paths_of_what_is_installed():
     assert cli.resolved("sweep", ["--experiment=rescue"]) == [
         f"--experiment={ROOT}/experiments/rescue.py"
     ]
-    for path in ("--config=my/own.py", "--config=own.py:small", "--config=config.json"):
+    for path in ("--config=my/own.py", "--config=own.py:small", "--config=9:00/own.json"):
         assert cli.resolved("train", [path]) == [path]
     with pytest.raises(ValueError, match=r"no file 'qwen' in configs; .* one of .*qwen25vl_7b"):
         cli.resolved("train", ["--config=qwen"])

@@ -46,7 +46,7 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
     def trained(stage):
         return lambda run, params, examples, evaluate: [*params, stage]
 
-    def evaluate(evaluator, params, *, name):
+    def evaluate(evaluator, params, *, name, before):
         seen.append((name, params))
         return {"acc": len(params) / 2}
 
@@ -162,7 +162,7 @@ def test_benchmarks_are_evaluated_beside_held_out_questions_or_alone(
 ):
     monkeypatch.setattr(main.weights, "start", lambda *_, **__: "weights")
 
-    def evaluate(evaluator, params, *, name):
+    def evaluate(evaluator, params, *, name, before):
         held_out = {} if evaluator._examples is None else {"acc": 0.5}
         (benchmark,) = evaluator._benchmarks
         return held_out | {f"{benchmark[0]}/{name}": float(params == "weights")}

@@ -12,6 +12,8 @@ from care_jax.commands import reopened, repairs
 from care_jax.data.readers import shards
 from care_jax.data.sources import open_source
 from care_jax.run.run import verifier_of
+from care_jax.run.versions import write_config
+from configs import repair
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 ACCS = ((1, 0, 0), (1, 1, 1), (0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0))
@@ -181,3 +183,13 @@ def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, one_device, error_of):
     error = error_of(repairs, f"--workdir={tmp_path}/run", new, "--stage=sft")
     assert error.startswith(f"error: expected a checkpoint in {tmp_path}/run/checkpoints/sft")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_on_rows_from_python_is_not_reopened_without_them(tmp_path, monkeypatch, error_of):
+    monkeypatch.chdir(ROOT)
+    write_config(repair.get_config(), tmp_path, ("rl", "evaluate", "reward"))
+    step = tmp_path / "checkpoints" / "rl" / "2"
+    step.mkdir(parents=True)
+    (step / "commit_success.txt").touch()
+    error = error_of(repairs, f"--workdir={tmp_path}", f"--out={tmp_path}/new")
+    assert "its own from Python in place of data.train and verifier.reward: call" in error

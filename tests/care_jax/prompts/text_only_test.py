@@ -147,8 +147,9 @@ def test_a_template_that_drops_the_question_is_refused(config, tokenizer, templa
 def test_a_template_that_opens_the_rationale_is_refused(config, tokenizer, opened):
     """As those of the Thinking releases end; the response would have no opening tag."""
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ '" + opened + "' }}{% endif %}"
+    builder = PromptBuilder(tokenizer, config, **SETTINGS, think_tag="cot")  # to evaluate it
     with pytest.raises(ValueError, match=f"ends with {opened.strip()}; remove it from a copy"):
-        PromptBuilder(tokenizer, config, **SETTINGS, think_tag="cot")
+        builder.check_trained()
 
 
 def test_a_base_model_without_template_and_turns_is_refused(tokenizer, tmp_path):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from care_jax.run.policy import Policy
+from care_jax.run.policy import Policy, check_policy
 from care_jax.run.progress import read_progress
 from configs import tiny
 from models.release import config_json
@@ -54,3 +54,21 @@ def test_checkpoints_of_earlier_layouts_of_the_config_are_read(tmp_path):
         (progress / "metadata").write_text(json.dumps({"fingerprint": old}))
         with pytest.raises(ValueError, match=r"of another model: vision.hidden_size \(checkpoint"):
             read_progress(tmp_path / "old", 1, ours)
+
+
+@pytest.mark.parametrize(
+    ("stages", "is_refused"),
+    [(("rl", "evaluate"), True), (("sft",), True), (("evaluate",), False), (("export",), False)],
+)
+def test_a_template_that_opens_the_rationale_is_refused_to_train(
+    policy, monkeypatch, stages, is_refused
+):
+    """A Thinking release is evaluated with its own template."""
+    monkeypatch.setattr(policy.prompts, "_render", lambda question: f"{question}<think>\n")
+    config = tiny.get_config()
+    config.stages = stages
+    if is_refused:
+        with pytest.raises(ValueError, match="must leave the rationale's opening tag to the resp"):
+            check_policy(config, policy)
+    else:
+        check_policy(config, policy)

@@ -1,6 +1,7 @@
 """What the stages share: which section of the configuration each part of a run is made from."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from care_jax.run.run import (
     check_workdir,
     make_adamw,
     open_run,
+    read_by,
     schedule_of,
     start_state,
 )
@@ -170,43 +172,74 @@ def test_a_step_to_export_is_looked_for_in_the_workdir(policy, tmp_path):
 PYTHON = ("rl", "evaluate", "reward")
 
 
+@pytest.fixture
+def begun(run):
+    """The run's RL has a checkpoint, with what came from Python."""
+
+    def begun(given):
+        versions.write_config(run.config, run.workdir, given)
+        step = run.workdir / "checkpoints" / "rl" / "2"
+        step.mkdir(parents=True, exist_ok=True)
+        (step / "commit_success.txt").touch()
+        return run.config, run.workdir
+
+    return begun
+
+
 @pytest.mark.parametrize(
-    ("stages", "before", "given", "overridden", "missing"),
+    ("before", "given", "read", "changes", "missing"),
     [
-        (("rl", "evaluate"), PYTHON, PYTHON, (), ""),
-        (("rl",), PYTHON, (), (), "data.train and verifier.reward"),
-        (("rl",), PYTHON, ("rl",), (), "verifier.reward"),
-        (("evaluate",), PYTHON, (), (), "data.test and verifier.reward"),
-        (("evaluate",), PYTHON, (), ("data.test.path", "verifier.reward"), ""),
-        (("evaluate",), ("rl",), (), (), ""),
-        (("export",), PYTHON, (), (), ""),
-        (("rl",), (), (), (), ""),
-        (("rl",), None, ("rl", "reward"), (), ""),  # a run of an earlier version
+        (PYTHON, PYTHON, PYTHON, {}, ""),
+        (PYTHON, (), ("rl", "reward"), {}, "data.train and verifier.reward"),
+        (PYTHON, ("rl",), ("rl", "reward"), {}, "verifier.reward"),
+        (PYTHON, (), ("evaluate", "reward"), {}, "data.test and verifier.reward"),
+        (PYTHON, (), ("evaluate",), {"data.test.path": "a.jsonl"}, ""),
+        (PYTHON, (), ("evaluate", "reward"), {"verifier.reward": "m:f"}, "data.test"),
+        (("rl",), (), ("evaluate", "reward"), {}, ""),
+        (PYTHON, (), (), {}, ""),
+        ((), (), PYTHON, {}, ""),
     ],
 )
-def test_what_came_from_python_is_needed_again(run, stages, before, given, overridden, missing):
-    config = run.config
-    if before is not None:
-        versions.write_config(config, run.workdir, before)
-    config.stages = stages
+def test_what_came_from_python_is_needed_again(begun, before, given, read, changes, missing):
+    config, workdir = begun(before)
+    config.update_from_flattened_dict(changes)
     if not missing:
-        check_given(config, run.workdir, given, overridden)
+        check_given(config, workdir, given, read)
         return
     with pytest.raises(ValueError, match=f"own from Python in place of {missing}: call care_jax"):
-        check_given(config, run.workdir, given, overridden)
+        check_given(config, workdir, given, read)
 
 
 @pytest.mark.parametrize("given", [("rl",), ("rl", "reward")])
-def test_a_stage_that_has_begun_is_given_nothing_new(run, given):
-    versions.write_config(run.config, run.workdir)
-    check_given(run.config, run.workdir, given)
-    step = run.workdir / "checkpoints" / "rl" / "2"
-    step.mkdir(parents=True)
-    (step / "commit_success.txt").touch()
+def test_a_stage_that_has_begun_is_given_nothing_new(begun, given):
+    config, workdir = begun(())
     names = " and ".join({"rl": "data.train", "reward": "verifier.reward"}[name] for name in given)
     with pytest.raises(ValueError, match=f"began with {names} of its configuration, got others"):
-        check_given(run.config, run.workdir, given)
-    check_given(run.config, run.workdir)
+        check_given(config, workdir, given, PYTHON)
+    check_given(config, workdir, ("evaluate",), PYTHON)
+    shutil.rmtree(workdir / "checkpoints")
+    check_given(config, workdir, given, PYTHON)
+
+
+@pytest.mark.parametrize("before", [b"[]", b"{", b'{"stages": ["rl"]}'])
+def test_a_run_of_an_earlier_version_may_go_on(begun, before):
+    config, workdir = begun(())
+    (workdir / "config.json").write_bytes(before)
+    check_given(config, workdir, ("rl", "reward"), PYTHON)
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        (("rl", "evaluate"), ["rl", "evaluate", "reward"]),
+        (("sft", "rl"), ["rl", "reward"]),
+        (("evaluate",), ["evaluate", "reward"]),
+        (("export",), []),
+    ],
+)
+def test_stages_read_their_own_rows(run, stages, expected):
+    run.config.stages = stages
+    assert read_by(run.config) == expected
 
 
 @pytest.mark.parametrize(

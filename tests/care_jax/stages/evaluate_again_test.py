@@ -219,3 +219,17 @@ def test_samples_of_a_reward_function_are_kept_beside_those_of_the_rules(staged,
     judged = path.read_text()
     staged()
     assert path.with_name("samples_rl.reward.jsonl").read_text() == judged
+    by_rules, digest = path.read_text(), json.loads(path.read_text().splitlines()[0])["settings"]
+    staged(GRADED)
+    assert path.with_name(f"samples_rl.{digest}.jsonl").read_text() == by_rules
+
+
+def test_benchmarks_of_a_past_evaluation_are_still_measured(benchmark_run, release, asked):
+    """They have samples and verdicts to go on with, and may be new."""
+    run = benchmark_run(**GRADED)
+    run.metrics.write("evaluate_rl", 0, {"acc": 0.5, "reward/half": 0.25, "mean/acc": 0.0})
+    benchmarks = evaluate.open_benchmarks(run.config)
+    evaluator = evaluate.Evaluator(run, None, benchmarks)
+    found = evaluate.evaluate_stage(run, evaluator, PARAMS, name="rl", is_past=True)
+    assert (found["acc"], found["reward/half"]) == (0.5, 0.25) and found["mean/acc"] > 0
+    assert len(asked[1]) == 1
