@@ -89,8 +89,9 @@ def to_line(sample: Sample) -> str:
 
 
 def read(path: pathlib.Path, digest: str | None) -> list[Sample]:
-    """The samples of a file whose field "settings" is `digest`, one per question; None of a
-    reward function's.
+    """The samples of a file whose field "settings" is `digest`, one per question.
+
+    It is None for samples that a reward function judged.
 
     A file of other settings is renamed, since its samples may have taken hours. Damaged lines are
     reported and moved to `<name>.damaged`; the caller rewrites the file. A last line without

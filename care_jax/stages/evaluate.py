@@ -32,6 +32,7 @@ from ml_collections import ConfigDict
 from care_jax.batch import Example
 from care_jax.benchmarks import held_out, scoreboard
 from care_jax.benchmarks.judge import Judge
+from care_jax.benchmarks.releases import RELEASES
 from care_jax.benchmarks.samples import Answers, Questions, Sample, read, samples_of, to_line
 from care_jax.benchmarks.suite import BLANK, Benchmark
 from care_jax.devices import distributed
@@ -122,17 +123,17 @@ class Evaluator:
             RewardFailed: the reward function judged no held-out question.
             distributed.Preempted: the run was preempted.
         """
-        metrics = {}
+        metrics, examples = {}, None if before else self._examples
         if before:
-            others = {benchmark.name for benchmark in self._benchmarks} | {"mean"}
+            others = {*RELEASES, "mean"}
             metrics = {key: x for key, x in before.items() if key.partition("/")[0] not in others}
-            print_line(f"held-out accuracy after {_label(name, step)} is that of before")
-        if before and not self._benchmarks:
+            print_line(f"the evaluation {_label(name, step)} of held-out questions was made before")
+        if examples is None and not self._benchmarks:
             return metrics
         decode = make_decoder(self._run, params, self._programs())
         settings = _settings(self._run, self._programs().checksum(params))
-        if self._examples is not None and not before:
-            metrics |= self._held_out(decode, settings, self._examples, name, step)
+        if examples is not None:
+            metrics |= self._held_out(decode, settings, examples, name, step)
         if self._benchmarks:
             metrics |= self._on_benchmarks(decode, settings, name, step)
         return metrics

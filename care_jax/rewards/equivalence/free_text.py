@@ -239,5 +239,6 @@ def value_of_sentence(text: str, expected: Sequence[str]) -> str:
 
 def _changes_value(before: str) -> bool:
     """Whether words before a value say that it is another, as in `less than 5` and `six or 5`."""
-    has_digits = any(c.isdigit() for c in before)
-    return has_digits or any(map(re.Pattern.search, (NEGATION, HEDGE, _CONDITION), [before] * 3))
+    if any(c.isdigit() for c in before):
+        return True
+    return any(pattern.search(before) for pattern in (NEGATION, HEDGE, _CONDITION))

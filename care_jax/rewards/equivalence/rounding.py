@@ -40,7 +40,7 @@ def agree(exact: str, rounded: str) -> bool | None:
 def decimal(rounded: str, exact: str = "") -> str:
     """A rounded side as a decimal without percent sign and unit; "" if it is no number.
 
-    The degrees of `\arctan 2 \approx 63.4` degrees are in radians.
+    The degrees of `\\arctan 2 \\approx 63.4` degrees are in radians.
     """
     number = quantities.read_number(rounded)
     if number is None:
