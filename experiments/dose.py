@@ -18,7 +18,8 @@ answer. The cue is not taught, which would favour objectives that give rationale
    2, the nearest failures beat the farthest. (d) At `misread`, reflection beats the anchor alone.
 
 Added after the runs of `uniform`, whose rationales vanished: `uniform_random`, with a random
-success as the anchor in place of the shortest.
+success as the anchor in place of the shortest. Added after (d) held: `resample`, a fresh rollout in
+place of the repair, at the rate of `care`.
 """
 
 from configs.arms import with_arm
@@ -34,6 +35,7 @@ OBJECTIVES = {
     "grpo": {"rl.objective": "grpo"},
     "anchor": {"care.reflect": False},
     "care": {},
+    "resample": {"care.reflect_mode": "resample"},
     "uniform": {"care.reflect": False, "care.region_weights": False},
     "uniform_random": {
         "care.reflect": False,
