@@ -5,7 +5,8 @@
 #       deploy/queued-resource.sh care --config=configs/qwen25vl_3b.py ...
 #
 # The bucket is mounted at /runs on every host, and the run's workdir is /runs/<name>. Each start
-# brings the hosts' clone to REVISION (main). If the slice is taken away, the script asks for another
+# brings the hosts' clone to REVISION (main), and reads the environment in /runs/keys.env, if it is
+# there. SPOT= asks for a slice on demand. If the slice is taken away, the script asks for another
 # one, and if the run was told to stop (75), it starts it again; both go on from the last checkpoint.
 # When the run itself fails, the script ends and keeps the slice. A run outlives its ssh connections:
 # a host on which one goes on starts no other.
@@ -15,6 +16,7 @@ set -euo pipefail
 NAME=${1:?name of the queued resource}
 shift
 RUNTIME=${RUNTIME:-v2-alpha-tpuv5-lite}
+SPOT=${SPOT---spot}
 TPU=(gcloud compute tpus --project="$PROJECT")
 STATE=unknown
 
@@ -66,7 +68,7 @@ acquire() {
         fi
         STATE=requested
         "${TPU[@]}" queued-resources create "$NAME" --zone="$ZONE" --node-id="$NAME" \
-          --accelerator-type="$TYPE" --runtime-version="$RUNTIME" --spot
+          --accelerator-type="$TYPE" --runtime-version="$RUNTIME" ${SPOT:+"$SPOT"}
         is_requested=yes
         ;;
       DELETING | SUSPENDING) ;;
@@ -119,6 +121,11 @@ set +e
     sudo chown "$USER" /runs
     gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 \
       "$BUCKET" /runs
+  fi
+  if [ -f /runs/keys.env ]; then
+    set -a
+    . /runs/keys.env
+    set +a
   fi
   command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
   [ -d care_jax ] || git clone --quiet "$REPOSITORY" care_jax

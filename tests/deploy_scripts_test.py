@@ -210,10 +210,37 @@ def repository(tmp_path):
     return folder
 
 
-def start(cluster, repository, commands=HOST):
+def start(cluster, repository, commands=HOST, script="queued-resource.sh", **environment):
     given = {"PROJECT": "p", "ZONE": "z", "TYPE": "v5litepod-16", "BUCKET": "b"}
     given |= {"REPOSITORY": str(repository), "POLL": "0", "SETTLE": "0"}
-    return cluster("queued-resource.sh", "care", commands=commands, **given)
+    return cluster(script, "care", commands=commands, **given | environment)
+
+
+@pytest.mark.parametrize("given", ["--spot", "", "--reserved"])
+def test_a_slice_is_a_spot_slice_unless_another_is_asked_for(cluster, tmp_path, repository, given):
+    make_host(tmp_path / "home" / "host", (0, "ACTIVE"))
+    spot = {} if given == "--spot" else {"SPOT": given}
+    done, called = start(cluster, repository, **spot)
+    assert done.returncode == 0, done.stderr
+    (created,) = (line for line in called if " create " in line)
+    assert created.partition("--runtime-version=v2-alpha-tpuv5-lite")[2].strip() == given
+
+
+def test_a_run_gets_the_keys_in_the_bucket(cluster, tmp_path, repository):
+    """Which stand in no command line."""
+    bucket, script = tmp_path / "bucket", tmp_path / "script.sh"
+    bucket.mkdir()
+    (bucket / "keys.env").write_text("JUDGE_API_KEY=k3y\n")
+    text = (DEPLOY / "queued-resource.sh").read_text()
+    script.write_text(text.replace("/runs/keys.env", str(bucket / "keys.env")))
+    host = make_host(tmp_path / "home" / "host", (0, "ACTIVE"))
+    (host / "python").write_text(
+        PYTHON.replace("status=", "echo $JUDGE_API_KEY > ~/told\nstatus=", 1)
+    )
+    done, called = start(cluster, repository, script=script)
+    assert done.returncode == 0, done.stderr
+    assert (host / "told").read_text() == "k3y\n"
+    assert not any("k3y" in line for line in called)
 
 
 def num_runs(host):

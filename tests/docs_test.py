@@ -144,6 +144,14 @@ def test_the_example_of_a_run_from_python_is_one(reward_examples, monkeypatch):
     assert asked["reward"](row.question, ["4", "5"], row) == [{"acc": True}, {"acc": False}]
 
 
+def test_the_example_of_a_configuration_is_a_mixture():
+    page = (ROOT / "docs" / "data.md").read_text()
+    names = {}
+    exec(next(block for block in blocks_of(page) if "def get_config" in block), names)
+    parts = names["get_config"]().data.train.parts
+    assert [(part.path, part.weight) for part in parts] == [("a.jsonl", 0.7), ("b.jsonl", 0.3)]
+
+
 def test_the_papers_hyperparameters_are_those_of_the_configuration():
     """The last two columns of its tables: a key and its default."""
     page = (ROOT / "docs" / "hyperparameters.md").read_text()
