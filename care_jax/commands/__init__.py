@@ -1,1 +1,1 @@
-"""Standalone programs beside training: data preparation, probing, repairs, SmolLM2."""
+"""Standalone programs: data preparation, probing, gradients, repairs, the report, SmolLM2."""

@@ -34,6 +34,7 @@ from care_jax.data.readers import shards
 from care_jax.data.rows import LeftOut
 from care_jax.data.sources import check_section, open_section
 from care_jax.devices.standard_streams import outlive_readers
+from care_jax.devices.whole_file import sha256
 from care_jax.report.console import print_line
 from care_jax.run import lock
 
@@ -107,7 +108,7 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
         if not manifest["num_examples"]:
             found = "; ".join(f"{name}: {told}" for name, told in dropped.items())
             raise ValueError(f"no example is left of {found}; check the sources' paths")
-        manifest["left_out_sha256"] = shards.sha256(partial / LEFT_OUT)
+        manifest["left_out_sha256"] = sha256(partial / LEFT_OUT)
         shards.write_manifest(partial, manifest)
     return shards.read_manifest(out)
 

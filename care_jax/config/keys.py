@@ -315,7 +315,7 @@ def row_of(key: str) -> str:
 
 def check_of(key: str) -> Check:
     """The check of a key; without a row, that a number is finite."""
-    check = KEYS.get(row_of(key), (_ANY, FIXED))[0]
+    check, _ = _entry(key)
     if isinstance(check, Check):
         return check
     return interval(check) if isinstance(check, str) else _one_of(*check)
@@ -323,7 +323,11 @@ def check_of(key: str) -> Check:
 
 def change_of(key: str) -> str:
     """Whether a resumed run may change a key, as in `KEYS`."""
-    return KEYS.get(row_of(key), (_ANY, FIXED))[1]
+    return _entry(key)[1]
+
+
+def _entry(key: str) -> tuple[Check | str | tuple[Any, ...], str]:
+    return KEYS.get(row_of(key), (_ANY, FIXED))
 
 
 def resume_table() -> str:

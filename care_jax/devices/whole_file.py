@@ -1,5 +1,6 @@
-"""Atomic writes: to a temporary file, which is then renamed; damaged lines are kept beside it."""
+"""Atomic writes, to a temporary file that is renamed; damaged lines kept aside; SHA-256 sums."""
 
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterable
@@ -17,3 +18,9 @@ def set_aside(path: pathlib.Path, lines: Iterable[bytes]) -> None:
     if text := b"".join(line + b"\n" for line in lines):
         with path.with_name(f"{path.name}.damaged").open("ab") as file:
             file.write(text)
+
+
+def sha256(path: pathlib.Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -203,7 +203,14 @@ def subgroup_metrics(groups: Groups) -> dict[str, float]:
         anchor = np.take_along_axis(value, subgroup.anchor[is_contrasted, None], 1)
         metrics["a_raw/anchor"] = anchor.mean()
         metrics["a_raw/negative"] = np.mean((value * is_negative).sum(1) / is_negative.sum(1))
+    metrics |= {f"signature/{name}": value for name, value in _signature(groups).items()}
+    return {name: float(value) for name, value in metrics.items()}
 
+
+def _signature(groups: Groups) -> dict[str, float]:
+    """`signature/*` of `subgroup_metrics`, by the name after the slash."""
+    scores, subgroup, raw = groups.scores, groups.subgroup, groups.raw
+    assert raw is not None
     signature = defaultdict(list)
     plain = subgroup.has_update & ~subgroup.is_rescue & ~raw.is_reflected.any(1)
     for group in np.flatnonzero(plain):
@@ -220,5 +227,4 @@ def subgroup_metrics(groups: Groups) -> dict[str, float]:
         signature["alpha_appendix"].append(appendix)
         signature[f"anchor_{count}"].append(value[anchor])
         signature[f"negative_{count}"].append(value[negative].mean())
-    metrics |= {f"signature/{name}": np.mean(values) for name, values in signature.items()}
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: float(np.mean(values)) for name, values in signature.items()}

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Int
 from scipy.optimize import linear_sum_assignment
 
+from care_jax.devices.flops import causal_pairs
 from care_jax.packing.trees import Packing, Part, TreeSizes, pack
 
 # Each row length is one more program to compile. A length below the longest must save this fraction
@@ -239,7 +240,7 @@ def _num_pairs(sizes: TreeSizes, parts: list[Part]) -> int:
     pairs = 0
     for part in parts:
         branch, prompt = sizes.branches[part.tree, list(part.branches)], sizes.prompt[part.tree]
-        pairs += int(prompt * (prompt + 1) // 2 + (branch * (2 * prompt + branch + 1) // 2).sum())
+        pairs += int(causal_pairs(prompt) + (prompt * branch + causal_pairs(branch)).sum())
     return pairs
 
 

@@ -19,7 +19,7 @@ SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
     *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
-MAX_VOCAB_SIZE = 1024  # slightly fewer than the texts below yield by themselves
+VOCAB_SIZE = 640  # with the special tokens; the texts below alone would yield over 1024
 
 CHAT_TEMPLATE = (
     "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
@@ -84,36 +84,25 @@ _ENGLISH = (
 )
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTokenizerFast:
-    """Trains the tokenizer on texts such as the model will write; deterministic in its arguments.
+def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Trains the tokenizer on texts such as the model will write; deterministic in them.
 
     `AutoTokenizer.from_pretrained` opens its `save_pretrained` folder. Its EOS token is <|im_end|>
-    and its padding token <|endoftext|>, as in the instruction-tuned releases. `vocab_size` counts
-    the special tokens, from 400 to `MAX_VOCAB_SIZE`.
-
-    Raises:
-        ValueError: `vocab_size` is out of range, or the texts do not yield that many tokens.
+    and its padding token <|endoftext|>, as in the instruction-tuned releases.
     """
-    if not 400 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size must lie in 400..{MAX_VOCAB_SIZE}, got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(_PRETOKENIZE), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL_TOKENS),
+        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
         min_frequency=1,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(texts), trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"expected a vocabulary of {vocab_size} tokens, the texts yield only "
-            f"{tokenizer.get_vocab_size()}; lower vocab_size"
-        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from care_jax.devices import distributed
-from care_jax.devices.whole_file import write_whole
+from care_jax.devices.whole_file import sha256, write_whole
 
 MANIFEST = "sha256.json"
 _NUM_LAST_BYTES = 2**16
@@ -81,7 +81,7 @@ def find_damage(
             if (found := path.stat().st_size) != size:
                 return f"{name} has {found} bytes instead of {size}"
             is_hashed = most_bytes is None or size <= most_bytes
-            if is_hashed and _sha256(path) != entries[name]["sha256"]:
+            if is_hashed and sha256(path) != entries[name]["sha256"]:
                 return f"{name} has another SHA-256 than when it was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -106,7 +106,7 @@ def refuse_other_copies(release: pathlib.Path) -> None:
     """
     weights = {path.name: _ending(path) for path in sorted(release.glob("*.safetensors"))}
     texts = [release / name for name in (MANIFEST, "config.json", "tokenizer.json")]
-    sums = {path.name: _sha256(path) for path in texts if path.is_file()}
+    sums = {path.name: sha256(path) for path in texts if path.is_file()}
     first, *others = distributed.gather_json([weights, sums])
     differing = [number for number, files in enumerate(others, start=1) if files != first]
     if differing:
@@ -134,12 +134,7 @@ def _ending(path: pathlib.Path) -> list[int]:
 
 
 def _entry(path: pathlib.Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _sum_of(entries: dict[str, Any], of: str) -> str:

@@ -32,11 +32,10 @@ def write_config(config: ConfigDict, workdir: pathlib.Path, given: Collection[st
 
     An evaluation or export does not overwrite the config.json of a training run.
     """
-    path = workdir / "config.json"
-    if not _trains(config.stages) and _is_of_training(path):
+    if not _trains(config.stages) and _trains(config_before(workdir).get("stages") or ()):
         return
     fields = _fields(config) | {"versions": versions(), "given": [*given]}
-    write_whole(path, json.dumps(fields, indent=2) + "\n")
+    write_whole(workdir / "config.json", json.dumps(fields, indent=2) + "\n")
 
 
 def config_before(workdir: pathlib.Path) -> dict[str, Any]:
@@ -50,13 +49,6 @@ def config_before(workdir: pathlib.Path) -> dict[str, Any]:
 
 def _trains(stages: Collection[str]) -> bool:
     return not {"sft", "rl"}.isdisjoint(stages)
-
-
-def _is_of_training(path: pathlib.Path) -> bool:
-    try:
-        return _trains(json.loads(path.read_text(encoding="utf-8"))["stages"])
-    except (OSError, ValueError, TypeError, KeyError):  # none, or no run's
-        return False
 
 
 def write_start(

@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from care_jax.config import config_file
 from care_jax.devices.whole_file import write_whole
 from experiments.sweep.experiment import Experiment
@@ -103,25 +105,39 @@ def plan(
         plain = json.loads(config.to_json_best_effort())
         settings = {"config": plain | {"seed": seed}, "overrides": sorted(overrides)}
         flags = f"--config={experiment.path}:{arm}@{base}", f"--config.seed={seed}", *overrides
-        cold_start, stages = None, tuple(config.stages)
-        if stages[:1] == ("sft",) and "rl" in stages:
-            evaluate = stages[1 : stages.index("rl")]  # run by the cold start's trial
-            its_keys = tuple(f"--config.{key}" for key in (*_OF_COLD_START, "care.cue"))
-            not_its_keys = tuple(f"--config.{key}" for key in _NOT_OF_COLD_START)
-            shared = {key: plain[key] for key in _OF_COLD_START} | {
-                "cue": config.care.cue,
-                "overrides": [flag for flag in sorted(overrides) if flag.startswith(its_keys)],
-            }
-            name = hashlib.sha256(_key(shared).encode()).hexdigest()[:8]
-            shared["seed"] = seed
-            workdir = folder_for(shared, folder / "cold_start" / name / f"seed_{seed}")
-            its_flags = [flag for flag in flags if not flag.startswith(not_its_keys)]
-            its_flags += "--config.keep_best=0", _stages_flag(("sft", *evaluate))
-            cold_start = Trial("", seed, shared, workdir, tuple(its_flags))
-            flags += (_stages_flag(("sft", *stages[1 + len(evaluate) :])),)
+        cold_start = _cold_start_of(config, flags, overrides, seed)
+        if cold_start is not None:
+            workdir = folder_for(cold_start.settings, folder / cold_start.workdir)
+            cold_start = dataclasses.replace(cold_start, workdir=workdir)
+            rest = config.stages[config.stages.index("rl") :]
+            flags += (_stages_flag(("sft", *rest)),)
         workdir = folder_for(settings, folder / experiment.name / arm / f"seed_{seed}")
         trials.append(Trial(arm, seed, settings, workdir, flags, cold_start))
     return trials
+
+
+def _cold_start_of(
+    config: ConfigDict, flags: Sequence[str], overrides: Sequence[str], seed: int
+) -> Trial | None:
+    """The cold start of an arm and the evaluation after it, if RL follows; else None.
+
+    Its workdir is relative to the folder of all experiments.
+    """
+    stages = tuple(config.stages)
+    if stages[:1] != ("sft",) or "rl" not in stages:
+        return None
+    its_keys = tuple(f"--config.{key}" for key in (*_OF_COLD_START, "care.cue"))
+    plain = json.loads(config.to_json_best_effort())
+    settings = {key: plain[key] for key in _OF_COLD_START} | {
+        "cue": config.care.cue,
+        "overrides": [flag for flag in sorted(overrides) if flag.startswith(its_keys)],
+    }
+    name = hashlib.sha256(_key(settings).encode()).hexdigest()[:8]
+    workdir = pathlib.Path("cold_start", name, f"seed_{seed}")
+    not_its_keys = tuple(f"--config.{key}" for key in _NOT_OF_COLD_START)
+    its_flags = [flag for flag in flags if not flag.startswith(not_its_keys)]
+    its_flags += "--config.keep_best=0", _stages_flag(stages[: stages.index("rl")])
+    return Trial("", seed, settings | {"seed": seed}, workdir, tuple(its_flags))
 
 
 def _key(settings: Any) -> str:

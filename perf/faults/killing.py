@@ -92,10 +92,7 @@ def _restart(case: Case, workdir: pathlib.Path, cache: pathlib.Path, metrics, su
         return f"the restart ended with {statuses}: {messages}"
     if not case.restart_devices:
         return runs.difference(workdir, metrics, sums)
-    steps, others = (
-        [(x["stage"], x["step"]) for x in lines] for lines in (runs.metrics(workdir), metrics)
-    )
-    return "" if steps == others else f"the lines are of other steps: {steps}"
+    return runs.other_steps(runs.metrics(workdir), metrics)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -225,12 +225,17 @@ def unbroken(name: str, num_processes: int = 1) -> Unbroken:
     return made
 
 
+def other_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> str:
+    """Reports the steps of a run's lines if other ones were expected; "" if these were."""
+    steps, others = ([(x["stage"], x["step"]) for x in lines] for lines in (found, expected))
+    return "" if steps == others else f"the lines are of other steps: {steps}"
+
+
 def difference(workdir: pathlib.Path, expected: list[dict[str, Any]], sums: Any) -> str:
     """How the lines and the export of a run differ from those of an unbroken one; "" if nowise."""
     found = metrics(workdir)
-    steps, others = ([(x["stage"], x["step"]) for x in lines] for lines in (found, expected))
-    if steps != others:
-        return f"the lines are of other steps: {steps}"
+    if problem := other_steps(found, expected):
+        return problem
     for ours, theirs in zip(found, expected, strict=True):
         if ours != theirs:
             names = [name for name in theirs if ours.get(name) != theirs[name]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,16 @@ SPLITS = ("train", "test")
 _TEST_SHARE = 8  # one in this many keys belongs to the test split
 
 
-def check(source: Any, known: Collection[str]) -> None:
+def check(source: Any) -> None:
     """Rejects a source with a wrong setting, naming the setting and its value.
 
-    The source is a dataclass with `num_examples`, `split` and `kinds`, which must be among `known`;
-    all its float fields are probabilities.
+    The source is a dataclass with `num_examples` and `split`; all its float fields are
+    probabilities.
     """
     if source.num_examples < 1:
         raise ValueError(f"num_examples must be at least 1, got {source.num_examples}")
     if source.split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {source.split!r}")
-    if not source.kinds or not set(source.kinds) <= set(known):
-        choices = ", ".join(known)
-        raise ValueError(f"kinds must be one or more among {choices}, got {source.kinds}")
     for field in dataclasses.fields(source):
         share = getattr(source, field.name)
         if field.type == "float" and not 0.0 <= share <= 1.0:

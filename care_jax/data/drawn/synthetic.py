@@ -101,21 +101,20 @@ class SyntheticSource(Sequence[Example]):
     num_examples: int
     seed: int = 0
     split: str = "train"
-    kinds: tuple[str, ...] = KINDS  # of question, in rotation
     teacher_error: float = 0.0  # of responses with a wrong answer, in kinds that compute
     cue_share: float = 0.0  # of rationales that are a wrong one, the cue, and a right one
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"  # around the rationale
 
     def __post_init__(self):
-        splits_and_repairs.check(self, KINDS)
+        splits_and_repairs.check(self)
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
         rng = splits_and_repairs.rng_of(self, index)
-        kind = self.kinds[index % len(self.kinds)]
+        kind = KINDS[index % len(KINDS)]
         sample = _sample_chart if kind in CHART_KINDS else _sample_count
         while True:
             picture, names, answer = sample(rng, kind)

@@ -1,9 +1,9 @@
 """Word problems drawn on demand, without images, with rationales that write out the steps.
 
-An example is a pure function of (seed, split, kinds, index), as in `data.drawn.synthetic`. The
-kinds are sums, differences, products, change, comparisons, the calendar and units. A rationale has
-two or three steps. All but the last state their results; the last names only the operation that
-gives the answer, so that the answer is computed and not copied.
+An example is a pure function of (seed, split, index), as in `data.drawn.synthetic`. The kinds are
+sums, differences, products, change, comparisons, the calendar and units. A rationale has two or
+three steps. All but the last state their results; the last names only the operation that gives the
+answer, so that the answer is computed and not copied.
 
 The splits never share a calculation, whatever its wording: `crc32(kind and numbers) % 8` assigns it
 to a split. Every other round of the test split has larger numbers than the training split; the
@@ -101,13 +101,12 @@ class WordProblems(Sequence[Example]):
     num_examples: int
     seed: int = 0
     split: str = "train"  # shares no calculation with "test", whatever the seeds
-    kinds: tuple[str, ...] = KINDS
     cue_share: float = 0.0  # of responses that repair a rationale with a slip, if one exists
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"
 
     def __post_init__(self):
-        splits_and_repairs.check(self, KINDS)
+        splits_and_repairs.check(self)
 
     def __len__(self) -> int:
         return self.num_examples
@@ -138,8 +137,8 @@ class WordProblems(Sequence[Example]):
 
     def _kind_of(self, index: int) -> tuple[str, bool]:
         """(kind, whether its numbers are larger than those of the training split)."""
-        turn, number = divmod(index, len(self.kinds))
-        return self.kinds[number], self.split == "test" and turn % 2 == 1
+        turn, number = divmod(index, len(KINDS))
+        return KINDS[number], self.split == "test" and turn % 2 == 1
 
     def _problem(self, rng: np.random.Generator, index: int) -> _Problem:
         kind, is_far = self._kind_of(index)

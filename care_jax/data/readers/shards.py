@@ -21,7 +21,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from care_jax.batch import Example
 from care_jax.data.rows import Rows, locate
-from care_jax.devices.whole_file import write_whole
+from care_jax.devices.whole_file import sha256, write_whole
 from care_jax.prompts.images import encoded
 
 MANIFEST = "manifest.json"
@@ -182,9 +182,3 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
 
 def _sum_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def sha256(path: pathlib.Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

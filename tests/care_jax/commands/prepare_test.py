@@ -15,6 +15,7 @@ from care_jax.commands import prepare
 from care_jax.commands.dedup import DuplicateIndex, content_of, normalized_text
 from care_jax.data.readers import shards
 from care_jax.data.sources import open_source
+from care_jax.devices.whole_file import sha256
 from care_jax.prompts.images import open_image
 from configs import common, mixture, tiny
 
@@ -307,7 +308,7 @@ def test_run_that_died_leaves_no_folder_and_the_next_makes_a_whole_one(
     assert manifest["num_examples"] == 5 and not (tmp_path / "out.partial").exists()
     for report in manifest["sources"].values():
         for shard in report["shards"]:
-            assert shards.sha256(out / shard["file"]) == shard["sha256"]
+            assert sha256(out / shard["file"]) == shard["sha256"]
     # It is done: the same is not done again, and something else does not take its place.
     before = (out / "manifest.json").stat().st_mtime_ns
     capsys.readouterr()

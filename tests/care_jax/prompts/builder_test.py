@@ -23,7 +23,7 @@ from care_jax.prompts.tokenizer import build_tokenizer
 from configs import tiny
 from models.release import config_json
 
-TOKENIZER = build_tokenizer(synthetic.texts(), 1000)
+TOKENIZER = build_tokenizer(synthetic.texts())
 CONFIG, QWEN3_CONFIG = (
     backbone_config(tiny.get_config(family).model.backbone.to_dict(), TOKENIZER)
     for family in ("qwen2_5_vl", "qwen3_vl")
@@ -184,7 +184,7 @@ def test_image_files_give_the_prompt_of_their_pixels(builder, tmp_path):
 
 
 OTHER_ID = dataclasses.replace(CONFIG, image_token_id=5)
-SMALL = dataclasses.replace(CONFIG, text=dataclasses.replace(CONFIG.text, vocab_size=999))
+SMALL = dataclasses.replace(CONFIG, text=dataclasses.replace(CONFIG.text, vocab_size=639))
 REFUSED_SETTINGS = [
     ({"min_pixels": 99999}, "min_pixels must be positive and at most max_pixels, got 99999 and"),
     ({"min_pixels": 0}, "min_pixels must be positive and at most max_pixels, got 0 and 16384"),
@@ -193,8 +193,8 @@ REFUSED_SETTINGS = [
     ({"buckets": ((48, -4),)}, r"multiples of 4, got \(\(48, -4\),\)"),
     ({"buckets": ((0, 64),)}, r"multiples of 4, got \(\(0, 64\),\)"),
     ({"buckets": ((48, 128), (64, 64))}, "with the most tokens must also have the most patches"),
-    ({"config": OTHER_ID}, r"has <\|image_pad\|> at 5 and the tokenizer at 998"),
-    ({"config": SMALL}, "the tokenizer has 1000 tokens and the backbone a vocabulary of 999"),
+    ({"config": OTHER_ID}, r"has <\|image_pad\|> at 5 and the tokenizer at 638"),
+    ({"config": SMALL}, "the tokenizer has 640 tokens and the backbone a vocabulary of 639"),
 ]
 
 

@@ -35,12 +35,10 @@ def test_an_example_depends_on_seed_and_index_alone(source):
 REFUSED = [
     (SyntheticSource, {"num_examples": 0}, "num_examples must be at least 1, got 0"),
     (SyntheticSource, {"split": "dev"}, "split must be one of train, test, got 'dev'"),
-    (SyntheticSource, {"kinds": ("count", "area")}, r"among colour, .*, got \('count', 'area'\)"),
-    (SyntheticSource, {"kinds": ()}, r"kinds must be one or more among colour, .*, got \(\)"),
     (SyntheticSource, {"teacher_error": 1.5}, r"teacher_error must lie in \[0, 1\], got 1.5"),
     (SyntheticSource, {"cue_share": -0.1}, r"cue_share must lie in \[0, 1\], got -0.1"),
-    (ReadingsSource, {"kinds": ("count",)}, "among sum, difference, missing, twice, got"),
-    (WordProblems, {"kinds": ("sum",)}, "among total, left, .*, got"),
+    (ReadingsSource, {"lucky_share": 2.0}, r"lucky_share must lie in \[0, 1\], got 2.0"),
+    (WordProblems, {"num_examples": -1}, "num_examples must be at least 1, got -1"),
 ]
 
 

@@ -7,8 +7,10 @@ import pytest
 
 from care_jax.data.drawn.synthetic import (
     CELL,
+    CHART_KINDS,
     CLEAN_KINDS,
     COLOURS,
+    DIAGRAM_KINDS,
     KINDS,
     UNIT,
     SyntheticSource,
@@ -23,6 +25,11 @@ def taught(example):
 
 def kind_of(example):
     return example.source.removeprefix("synthetic/")
+
+
+def examples_of(kinds, num_examples):
+    """Those among `num_examples` that are of these kinds."""
+    return [each for each in SyntheticSource(num_examples) if kind_of(each) in kinds]
 
 
 def colour_counts(image, kind):
@@ -41,9 +48,7 @@ def colour_counts(image, kind):
 
 
 def test_answers_of_charts_are_what_the_pixels_show():
-    source = SyntheticSource(400, kinds=("bar_value", "bar_tallest", "bar_sum", "bar_difference"))
-    for i in range(len(source)):
-        example = source[i]
+    for example in examples_of(CHART_KINDS, 800):
         kind = kind_of(example)
         heights = colour_counts(example.images[0], kind)
         asked = [word for word in re.findall(r"\w+", example.question) if word in COLOURS]
@@ -58,9 +63,7 @@ def test_answers_of_charts_are_what_the_pixels_show():
 
 
 def test_answers_of_diagrams_are_what_the_pixels_show():
-    source = SyntheticSource(300, kinds=("colour", "count", "sum", "difference"))
-    for i in range(len(source)):
-        example = source[i]
+    for example in examples_of(DIAGRAM_KINDS, 600):
         ((colour, count),) = colour_counts(example.images[0], "count").items()
         operand = sum(map(int, re.findall(r"\d", example.question)))
         expected = {
@@ -74,13 +77,12 @@ def test_answers_of_diagrams_are_what_the_pixels_show():
 
 def test_shape_that_is_asked_about_is_drawn():
     """A square fills all corners of its box, a triangle the lower two, a circle none."""
-    source = SyntheticSource(60, kinds=("count",))
-    for i in range(len(source)):
-        pixels = np.asarray(source[i].images[0])
+    for example in examples_of(("count",), 480):
+        pixels = np.asarray(example.images[0])
         is_ink = (pixels != 255).any(-1)
         is_upper, is_lower = is_ink[2::CELL, 2::CELL].any(), is_ink[13::CELL, 2::CELL].any()
         shape = {(True, True): "square", (False, True): "triangle", (False, False): "circle"}
-        assert f"{shape[bool(is_upper), bool(is_lower)]}s" in source[i].question
+        assert f"{shape[bool(is_upper), bool(is_lower)]}s" in example.question
 
 
 def test_teacher_is_wrong_by_two_as_often_as_asked_and_never_on_clean_kinds():

@@ -202,5 +202,3 @@ def test_it_is_a_source_by_name():
         "word_problems", num_examples=20, seed=3, split="test", cue_share=0.5, cue=CUE
     )
     assert source[7] == WordProblems(20, seed=3, split="test", cue_share=0.5, cue=CUE)[7]
-    only = open_source("word_problems", num_examples=4, kinds=("units",))
-    assert {kind_of(example) for example in only} == {"units"}
