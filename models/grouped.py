@@ -19,8 +19,9 @@ from jax.experimental.pallas import triton as plgpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
-# Tile sizes of megablox for rows, inputs and outputs; all three of its products fit a v5e's VMEM.
+# Largest tiles of megablox for rows, inputs and outputs; its three products fit a v5e's VMEM.
 _TILE_ROWS, _TILE_INPUTS, _TILE_OUTPUTS = 256, 2048, 512
+_LANES = 128  # tiles of inputs and outputs are multiples of it
 # Sides of what a program of the Triton kernels computes, and the step of its loop.
 _GPU_TILE, _GPU_STEP = 128, 32
 # lhs [M, C] and g [M, F] to [E, C, F], for `jax.lax.ragged_dot_general`.
@@ -37,7 +38,8 @@ def grouped(
 ) -> Float[Array, "M F"]:
     """Consecutive rows of lhs, `sizes` of them, times the kernel of their group.
 
-    The rows after the last group are not defined, and have no gradient.
+    The rows after the last group are not defined, and have no gradient. The kernels' gradients are
+    rounded to their dtype once per call, so per device and microbatch.
     """
     return lax.platform_dependent(
         lhs, kernels, sizes, tpu=_megablox, cuda=_triton, default=lax.ragged_dot
@@ -77,21 +79,32 @@ def _megablox(
     transpose_kernels: bool = False,
     interpret: bool = False,
 ) -> Array:
-    padded, tiling = _padded(lhs)
     options = {"transpose_rhs": transpose_kernels, "interpret": interpret}
-    return gmm(padded, kernels, sizes, lhs.dtype, tiling, **options)[: len(lhs)]
+    return gmm(_padded(lhs), kernels, sizes, lhs.dtype, _tiling, **options)[: len(lhs)]
 
 
 def _megablox_by_group(lhs: Array, g: Array, sizes: Array, *, interpret: bool = False) -> Array:
-    (lhs, tiling), (g, _) = _padded(lhs), _padded(g)
-    return tgmm(lhs.T, g, sizes, g.dtype, tiling, interpret=interpret)
+    return tgmm(_padded(lhs).T, _padded(g), sizes, g.dtype, _tiling, interpret=interpret)
 
 
-def _padded(rows: Array) -> tuple[Array, tuple[int, int, int]]:
-    """Rows in whole tiles, and the tiling."""
-    tile = _TILE_ROWS if len(rows) > 4 * _TILE_ROWS else _TILE_ROWS // 2
-    padded = jnp.pad(rows, ((0, -len(rows) % tile), (0, 0)))
-    return padded, (tile, _TILE_INPUTS, _TILE_OUTPUTS)
+def _padded(rows: Array) -> Array:
+    """Rows in whole tiles."""
+    return jnp.pad(rows, ((0, -len(rows) % _row_tile(len(rows))), (0, 0)))
+
+
+def _row_tile(num_rows: int) -> int:
+    return _TILE_ROWS if num_rows > 4 * _TILE_ROWS else _TILE_ROWS // 2
+
+
+def _tiling(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[int, int, int]:
+    """Tiles that cover a product with little left over; megablox multiplies whole tiles."""
+    inputs = min(_TILE_INPUTS, _whole_lanes(num_inputs))
+    outputs = pl.cdiv(num_outputs, pl.cdiv(num_outputs, _TILE_OUTPUTS))
+    return _row_tile(num_rows), inputs, _whole_lanes(outputs)
+
+
+def _whole_lanes(size: int) -> int:
+    return pl.cdiv(size, _LANES) * _LANES
 
 
 def _triton(

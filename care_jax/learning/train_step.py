@@ -209,7 +209,9 @@ def update(
     Returns:
         the new state, the metrics, and the values of all rows, [B, ...]; 0 in empty microbatches.
 
-    Gradients are taken, summed and applied in float32, whatever dtype the state is stored in.
+    Gradients are taken, summed and applied in float32, whatever dtype the state is stored in; only
+    those of experts' kernels are rounded to the compute dtype, per device and microbatch, before
+    they are summed (`models.grouped`).
     """
     trained, frozen = partition(state.params, freeze_vision=freeze_vision)
     arrays, params_of = differentiable(trained)

@@ -1,7 +1,8 @@
 """Compares the device's attention kernel with XLA before a stage uses it.
 
 The comparison covers forward and backward, on packed rows of tokens and of patches of the stage's
-shape. If the two differ, the stage uses XLA. The decode kernel must also be faster than XLA.
+shape. If the two differ or the kernel does not compile, the stage uses XLA. The decode kernel must
+also be faster than XLA.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ from models.attention.packed import AttentionImpl, largest_difference
 # computed at reduced precision; a wrong mask gives about 1.
 TOLERANCE = 5e-2
 
+_TIMED_CALLS = 10
+
+
+class NotCompiled(Exception):
+    """The program of a kernel does not compile; says why in one line."""
+
 
 def training_attention(run: Run, row_tokens: int, row_patches: int) -> AttentionImpl:
     """The attention implementation for packed rows of `row_tokens` and `row_patches`.
@@ -42,7 +49,7 @@ def decoding_attention(run: Run, sizes: Sizes) -> DecodingAttention:
     With model.attention = "auto" each is the device's kernel, if there is one and it agrees with
     XLA; the decode kernel must also be faster than XLA.
     """
-    largest = tuple(map(max, zip(*run.policy.prompts.buckets, strict=True)))
+    largest = run.policy.prompts.buckets[-1]
     prefill = _checked(run, largest, is_decoding=True)
     return DecodingAttention(prefill, _steps_attention(run, sizes, largest[0]))
 
@@ -53,47 +60,85 @@ def _checked(run: Run, sizes: tuple[int, int], *, is_decoding: bool) -> Attentio
     if run.config.model.attention != "auto" or impl.name == "xla":
         return impl
     num_tokens, num_patches = sizes
-    use, rows_sharding = (
-        ("prefill", run.decode_batch_sharding)
-        if is_decoding
-        else ("training", run.train_batch_sharding)
-    )
-    num_rows = sharding.num_shards(rows_sharding)
-    text, vision = run.policy.config.text, run.policy.config.vision
-    group, dtype = text.num_heads // text.num_kv_heads, jnp.dtype(run.config.model.compute_dtype)
-
-    def difference(first, last, heads) -> float:
-        compare = functools.partial(largest_difference, heads=heads, impl=impl, dtype=dtype)
-        rows = (
-            None if row is None else sharding.replicate(np.tile(row, (num_rows, 1)), run.mesh)
-            for row in (first, last)
-        )
-        return float(jax.jit(compare)(*rows))
-
-    on_text = difference(None, trial_reach(num_tokens), (text.num_kv_heads, group, text.head_dim))
-    on_images = 0.0
-    if num_patches and vision is not None:
-        on_images = difference(*trial_images(num_patches), (vision.num_heads, 1, vision.head_dim))
+    use = "prefill" if is_decoding else "training"
+    xla = run.attention(is_decoding=is_decoding, name="xla")
+    try:
+        on_text, on_images = _differences(run, impl, sizes, is_decoding=is_decoding)
+    except NotCompiled as reason:
+        return _left_for_xla(use, impl, reason, xla)
     is_close = on_text <= TOLERANCE and on_images <= TOLERANCE  # false for NaN
     print_line(
         f"attention in {use}: the {impl.name} kernel differs from XLA by {on_text:.1e} on rows of "
         f"{num_tokens} tokens and by {on_images:.1e} on rows of {num_patches} patches, so "
         f"{'it' if is_close else 'XLA'} is used"
     )
-    return impl if is_close else run.attention(is_decoding=is_decoding, name="xla")
+    return impl if is_close else xla
+
+
+def _differences(
+    run: Run, impl: AttentionImpl, sizes: tuple[int, int], *, is_decoding: bool
+) -> tuple[float, float]:
+    """The kernel's differences from XLA on rows of text and on rows of images."""
+    num_tokens, num_patches = sizes
+    num_rows = sharding.num_shards(
+        run.decode_batch_sharding if is_decoding else run.train_batch_sharding
+    )
+    text, vision = run.policy.config.text, run.policy.config.vision
+    group, dtype = text.num_heads // text.num_kv_heads, jnp.dtype(run.config.model.compute_dtype)
+
+    def difference(first, last, heads) -> float:
+        compare = functools.partial(largest_difference, heads=heads, impl=impl, dtype=dtype)
+        rows = [
+            None if row is None else sharding.replicate(np.tile(row, (num_rows, 1)), run.mesh)
+            for row in (first, last)
+        ]
+        return float(_compiled(jax.jit(compare), *rows)(*rows))
+
+    on_text = difference(None, trial_reach(num_tokens), (text.num_kv_heads, group, text.head_dim))
+    on_images = 0.0
+    if num_patches and vision is not None:
+        on_images = difference(*trial_images(num_patches), (vision.num_heads, 1, vision.head_dim))
+    return on_text, on_images
+
+
+def _compiled(jitted, *arguments) -> Callable:
+    """The compiled program; raises NotCompiled on every process if one cannot compile it."""
+    compiled, reason = None, ""
+    try:
+        compiled = jitted.lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0] or "no reason given"
+    reasons = list(filter(None, distributed.gather_json(reason)))
+    if compiled is None or reasons:
+        raise NotCompiled(reasons[0])
+    return compiled
+
+
+def _left_for_xla(
+    use: str, impl: AttentionImpl, reason: NotCompiled, xla: AttentionImpl
+) -> AttentionImpl:
+    print_line(
+        f"attention in {use}: the {impl.name} kernel does not compile here ({reason}), so XLA is "
+        "used"
+    )
+    return xla
 
 
 def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> AttentionImpl:
     impl = run.attention(is_decoding=True)
     if run.config.model.attention != "auto" or impl.name == "xla":
         return impl
-    apart, ours, theirs = compare_steps(run, sizes, num_prompt_tokens)
+    xla = run.attention(is_decoding=True, name="xla")
+    try:
+        apart, ours, theirs = compare_steps(run, sizes, num_prompt_tokens)
+    except NotCompiled as reason:
+        return _left_for_xla("decode steps", impl, reason, xla)
     is_used = apart <= TOLERANCE and ours < theirs  # false for NaN
     print_line(
         f"attention in decode steps: the {impl.name} kernel differs from XLA by {apart:.1e} and "
         f"takes {ours:.2f} ms against {theirs:.2f} ms, so {'it' if is_used else 'XLA'} is used"
     )
-    return impl if is_used else run.attention(is_decoding=True, name="xla")
+    return impl if is_used else xla
 
 
 def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
@@ -102,9 +147,13 @@ def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float
     Returns the largest difference in a layer relative to the largest entry, and the times of all
     layers in ms. A call of one layer would take no longer than the host to start it, and the list
     of blocks to read is made once for all layers.
+
+    Raises:
+        NotCompiled: on every process, if the kernel does not compile on one of them.
     """
     impl, xla = (run.attention(is_decoding=True, name=name) for name in ("auto", "xla"))
     trial = _trial_step(run, sizes, num_prompt_tokens)
+    num_layers = run.policy.config.text.num_layers
 
     def attended(impl: AttentionImpl) -> Callable[[int], jax.Array]:
         def store(q, *arrays):
@@ -118,6 +167,9 @@ def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float
 
         stored = jax.jit(store)(*trial)
         attend = jax.jit(attend, static_argnums=0)
+        if impl.name != "xla":
+            for layers in (1, num_layers):
+                _compiled(attend, layers, *stored)
         return lambda num_layers: attend(num_layers, *stored)
 
     def difference(a, b):
@@ -126,18 +178,17 @@ def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float
 
     both = attended(impl), attended(xla)
     apart = float(jax.jit(difference)(*(of(1) for of in both)))
-    num_layers = run.policy.config.text.num_layers
     times = [_milliseconds(functools.partial(of, num_layers)) for of in both]
     return apart, *distributed.gather_json(times)[0]  # every process must use the same
 
 
-def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> float:
+def _milliseconds(function: Callable[[], jax.Array]) -> float:
     """Time of a compiled call: the minimum of three means."""
     times = []
     for _ in range(3):
         began = time.perf_counter()
-        jax.block_until_ready([function() for _ in range(num_calls)])
-        times.append(1e3 * (time.perf_counter() - began) / num_calls)
+        jax.block_until_ready([function() for _ in range(_TIMED_CALLS)])
+        times.append(1e3 * (time.perf_counter() - began) / _TIMED_CALLS)
     return min(times)
 
 

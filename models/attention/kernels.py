@@ -8,7 +8,6 @@ XLA and TPU fold the G query heads of a kv head into the query rows, [K, rows, H
 matmul serves all of them: row r belongs to token r // G and attends to key k iff
 G·first[k] <= r < G·(last[k] + 1). GPU programs process one query head at a time, since GPU blocks
 must be powers of two and G need not be. They read [tokens, heads, H] with strides.
-
 """
 
 from __future__ import annotations

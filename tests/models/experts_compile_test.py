@@ -11,7 +11,10 @@ from compiling import output_with
 
 @pytest.mark.exhaustive
 def test_a_tpu_computes_the_chosen_experts_alone():
-    """In the gradient too, where the grouped product of JAX needs 130 times as many FLOPs."""
+    """In the gradient too, where the grouped product of JAX needs 130 times as many FLOPs.
+
+    The compiler counts megablox as if its tiles fitted: `grouped_test` counts the tiles.
+    """
     output = output_with("libtpu", __file__, "v5e:1x1", "tpu_custom_call")
     kernels, _, ratio = output.splitlines()[-1].split()
     assert 1 <= float(ratio) < 1.1 and int(kernels) == 6

@@ -1,7 +1,10 @@
 """Grouped products and their gradients: JAX's, megablox and the Triton kernels, one by one."""
 
 import functools
+import math
 
+import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,3 +72,40 @@ def test_rows_of_no_group_have_no_gradient():
     )
     d_lhs, _, none = grouped._grouped_bwd((lhs, kernels, jnp.array([3, 2], jnp.int32)), g)
     assert none is None and d_lhs[:5].all() and not d_lhs[5:].any()
+
+
+def products_of(jaxpr):
+    """The equations of matrix products and kernels in a jaxpr, through calls and branches."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("pallas_call", "dot_general"):
+            yield equation
+        else:
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from products_of(inner)
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs", "at_most"),
+    [(2048, 1536, 1), (768, 2048, 1), (2048, 16, 8), (16, 768, 8), (300, 700, 1.5)],
+)
+@pytest.mark.parametrize("place", range(3))
+def test_tiles_of_megablox_multiply_little_more_than_is_needed(
+    num_inputs, num_outputs, at_most, place
+):
+    """Of Qwen3-VL-30B-A3B and of adapters of rank 16, which fill 16 of 128 lanes."""
+    num_rows, num_experts = 2048, 4
+    lhs, g = (jax.ShapeDtypeStruct((num_rows, n), "bfloat16") for n in (num_inputs, num_outputs))
+    kernels = jax.ShapeDtypeStruct((num_experts, num_inputs, num_outputs), "bfloat16")
+    arrays = ((lhs, kernels), (g, kernels), (lhs, g))[place]
+    sizes = jax.ShapeDtypeStruct((num_experts,), "int32")
+    jaxpr = jax.make_jaxpr(IMPLEMENTATIONS["megablox"][place])(*arrays, sizes)
+    (kernel,) = products_of(jaxpr.jaxpr)
+    dot = next(products_of(kernel.params["jaxpr"]))
+    a, b = (x.aval.shape for x in dot.invars)
+    (contracted,), _ = dot.params["dimension_numbers"][0]
+    tile = math.prod(a) * math.prod(b) // a[contracted]  # rows x inputs x outputs
+    grid = [size for size in kernel.params["grid_mapping"].grid if isinstance(size, int)]
+    assert len(grid) == 2  # the number of tiles of rows depends on the groups
+    row_tile = grouped._row_tile(num_rows)
+    ratio = math.prod(grid) * tile / row_tile / (num_inputs * num_outputs)
+    assert 1 <= ratio <= at_most

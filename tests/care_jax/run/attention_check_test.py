@@ -94,6 +94,37 @@ def test_a_measured_time_is_that_of_a_call():
     assert attention_check._milliseconds(lambda: np.ones(3)) > 0
 
 
+def test_kernels_that_do_not_compile_are_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
+    forward = packed._forward
+
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such device\nand a trace")
+
+    def refuse_packed(q, k, v, mask):
+        return (refuse if mask.impl.name == "tpu" else forward)(q, k, v, mask)
+
+    monkeypatch.setattr(packed, "_forward", refuse_packed)
+    monkeypatch.setattr(cached, "attend_blocks", refuse)
+    assert training_attention(run_on_a_tpu, 256, 64).name == "xla"
+    decoding = decoding_attention(run_on_a_tpu, SIZES)
+    assert decoding.prefill.name == decoding.steps.name == "xla"
+    assert capsys.readouterr().out.splitlines() == [
+        f"attention in {use}: the tpu kernel does not compile here (INTERNAL: no such device), so "
+        "XLA is used"
+        for use in ("training", "prefill", "decode steps")
+    ]
+
+
+def test_a_kernel_that_another_process_cannot_compile_is_left_for_xla(
+    run_on_a_tpu, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        attention_check.distributed, "gather_json", lambda reason: [reason, "INTERNAL: no"]
+    )
+    assert training_attention(run_on_a_tpu, 256, 64).name == "xla"
+    assert "does not compile here (INTERNAL: no), so XLA" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("wrong_on", ["text", "images"])
 def test_a_kernel_that_errs_on_one_kind_of_row_is_left_for_xla(
     run_on_a_tpu, capsys, monkeypatch, wrong_on
