@@ -140,6 +140,9 @@ def _compare_clean(prediction: str, gold: str, limits: Limits) -> str | Comparis
         return _compare_exact(prediction, gold, limits)
     ((exact, rounded),) = sides
     outcome = _compare_exact(prediction.partition("\\approx")[0].strip(), gold, limits)
+    number, gold_number = quantities.read_number(rounded), quantities.read_number(gold)
+    if gold_number and gold_number.is_decimal and number == gold_number:
+        outcome = "equal: number"  # the gold answer is the rounded side
     if agreed == [True] or (isinstance(outcome, str) and not is_equal(outcome)):
         return outcome
     if isinstance(outcome, str):

@@ -53,6 +53,7 @@ _FIRST_CJK = "\u2e80"
 _FIGURE = re.compile(r"(?:(?:m ?(?=\\?angle))?\\?(angle|triangle|square) ?)?\{? ?([A-Z]{3,4}) ?\}?")
 _SYMMETRIC = re.compile(r"\\(?:parallel|perp|cap|cup|cong|sim|wedge|vee)(?![a-z])")
 
+_ANGLE_NAME = re.compile(r"\\angle ?([A-Z])([A-Z])([A-Z])(?![a-zA-Z])")
 _PLAIN_NAME = re.compile(
     rf"(?<![\\a-zA-Z])([a-zA-Z]{{0,2}}?)({'|'.join(_FUNCTIONS)})(?=[A-Zxyz]?(?![a-zA-Z]))"
 )
@@ -205,6 +206,7 @@ def same_figure(one: str, other: str) -> bool | None:
 
 def as_latex(text: str) -> str:
     """The same formula with functions, roots, powers, products and degrees written out in LaTeX."""
+    text = _ANGLE_NAME.sub(_angle_as_symbol, text)
     text = _PLAIN_ROOT.sub(
         lambda m: f"{m.group(1)}\\sqrt{{{m.group(2)}}}" if m.group(2) else f"{m.group(1)}\\sqrt ",
         _PLAIN_NAME.sub(r"\1\\\2 ", text.replace("**", "^")),
@@ -227,6 +229,13 @@ def as_latex(text: str) -> str:
     if "," not in text:
         text = _BRACKETS_SIDE_BY_SIDE.sub(r"\1 \\cdot ", text)
     return text
+
+
+def _angle_as_symbol(angle: re.Match) -> str:
+    """A symbol for `\\angle ABC`, the same for CBA, as its letters are no product."""
+    side, vertex, other = angle.groups()
+    key = f"{min(side, other)}{vertex}{max(side, other)}"
+    return f"\\theta_{{{zlib.crc32(key.encode())}}}"
 
 
 def _as_fraction(power: re.Match) -> str:

@@ -181,6 +181,8 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
         r"(^|= ?)([^=,;()]*[\d})]) ?\\angle ?(-?\d[\d.]+|-?[\d.]+ degrees) *$",
         r"\1(\2, \3)",
     ),
+    (r"\\angle ?\{([A-Z ]+)\}", r"\\angle \1"),
+    (r"(\\angle) *([A-Z]) ([A-Z]) ([A-Z])(?![a-zA-Z])", r"\1 \2\3\4"),
     (r"(?<=\d) out of (?=\d)", "/"),
     (r"\^ ?\{?((?: ?\\prime(?![a-zA-Z]))+) ?\}?", lambda match: "'" * match.group().count("prime")),
 )
@@ -271,7 +273,9 @@ _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _MARKED = re.compile(r"([^\s'])('+|\^ ?(?:T(?![a-zA-Z])|\\top|\{ ?(?:T|\\top) ?\}))")
 _POINT = re.compile(r"([A-Z](?:'|_\w)?) ?(\((?=[^()]*\d)[^(),]*,[^()]*\))")
 _DOMAIN = re.compile(r"([^,]+?)(?:, ?| ?\()([^(),=]+)\)?")
-_OPERATOR = re.compile(r"[\w)}] ?(?:[-+*/^(]|\\(?:times|cdot|div|sqrt|pi)(?![a-z]))")
+_OPERATOR = re.compile(
+    r"[\w)}] ?(?:[-+*/^(]|\\(?:times|cdot|div|pi)(?![a-z]))|\\(?:sqrt|frac)(?![a-z])"
+)
 _CONSTANT = re.compile(r"\\(?:times|cdot|div|sqrt|frac|pi)(?![a-z])|degrees")
 _ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
 # The numbers of `\\angle 1`, `\\cos 60` and `R2` are part of a name.
@@ -280,6 +284,15 @@ _NUMBER_IN_NAME = re.compile(
 )
 # `\sqrt{x} = 5` is an equation, while `\tan x` is a value that may be asked for.
 _FUNCTION_OF = re.compile(r"(?:sqrt|log|ln|lg|exp)(?![a-z]) ?[({]? ?[a-zA-Z\\]")
+# What says in a name that the value is in doubt, or another one's: `maybe x`, `half of x`.
+_NO_NAME = re.compile(
+    r"(?<![a-zA-Z])(?:not|never|cannot|maybe|perhaps|possibly|probably|if|unless|twice|half of"
+    r"|anything but|none$|wrong(?=:)|(?:root|square|cube|opposite|reciprocal) of"
+    r"|(?:double|half|minus|negative) [a-zA-Z]{1,2}$"
+    r"|[a-zA-Z]{1,2} (?:squared|cubed|doubled)$)(?![a-zA-Z])"
+    r"|不[是为]|不等?于?$|并非|可能(?![性的值])|也许|大概|如果|的(?:一半|平方|立方|.倍)$|分之.$"
+)
+_TURN = re.compile(r"(?<![a-zA-Z])(?:not|but|vs|rather than|instead of|as well as)(?![a-zA-Z])")
 _PUNCTUATION = re.compile(r"\\[{}]|[()\[\]{},;]")
 _CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[\W_A-Z\d])")
 
@@ -309,7 +322,7 @@ def split_assignment(text: str) -> tuple[str, str]:
     if has_relation(text) or len(parts) == 1:
         return "", parts[0] if len(parts) == 1 else text
     is_chain = all(_continues(part, parts[-1]) for part in parts[1:-1])
-    if all(map(_is_computation, parts[:-1])):
+    if all(_is_computation(part, parts[-1]) for part in parts[:-1]):
         return parts[0], parts[-1]
     return (parts[0], parts[-1]) if is_chain and _is_name(name) else ("", text)
 
@@ -324,26 +337,39 @@ def split_domain(text: str) -> tuple[str, str]:
     return (function, domain) if names & set(_VARIABLE.findall(domain)) else (text, "")
 
 
-def _is_computation(text: str) -> bool:
-    """Whether a text combines numbers, as `180 - 45`: the side after it is its value."""
+def _is_computation(text: str, value: str) -> bool:
+    """Whether a text combines numbers, as `180 - 45`, or is the number after it, as in `6/8 = 3/4`.
+
+    The side after it is then its value.
+    """
+    number, last = quantities.read_number(text), quantities.read_number(value)
+    if number and last:
+        return _is_rounded(number, last)
     return _OPERATOR.search(text) is not None and not re.search(
         r"[a-zA-Z]", _CONSTANT.sub("", text)
     )
 
 
 def _continues(part: str, value: str) -> bool:
-    """Whether `name = part = value` may hold: not in `x = 6 = 5` and `x = 6 y = 5`."""
+    """Whether `name = part = value` may hold: not in `x = 6 = 5` and `x = 6 but y = 5`."""
     number, last = quantities.read_number(part), quantities.read_number(value)
-    if number and last:  # 10/3 = 3.33 is rounded
-        return quantities.is_close(number, last, tolerance=0.005, num_decimals=None)
+    if number and last:
+        return _is_rounded(number, last)
     if number:
         return bool(number.unit)  # as in 30^\circ = \frac{\pi}{6}
+    if _TURN.search(part):
+        return False
     if not (name := _NEXT_NAME.search(part)):
         return True
     # In `6 y` and `6 cm BC` a name follows a value; `r^2 h` is a product.
     before = part[: name.start()]
     is_constant = before[-1:] in "0123456789})" and not _VARIABLE.search(before)
     return not (is_constant or quantities.read_number(before))
+
+
+def _is_rounded(number: quantities.Number, last: quantities.Number) -> bool:
+    """Whether `number = last` may hold, as 10/3 = 3.33 does."""
+    return quantities.is_close(number, last, tolerance=0.005, num_decimals=None)
 
 
 def marked(text: str) -> list[tuple[str, str]]:
@@ -357,7 +383,7 @@ def variable(name: str) -> str:
 
 
 def _is_name(text: str) -> bool:
-    if _FUNCTION_OF.search(text):
+    if _FUNCTION_OF.search(text) or _NO_NAME.search(text):
         return False
     text = _NUMBER_IN_NAME.sub(r"\1", _ARGUMENT.sub("", text))
     return (

@@ -231,9 +231,9 @@ def _read_unit(text: str, is_one: bool = False, is_known: bool = False) -> str |
         if match is None:
             return None
         lower = match.group(1).lower()
-        if lower in _NOT_UNITS or _VAGUE.fullmatch(lower):
-            return None
         name = UNIT_NAMES.get(match.group(1))
+        if lower in _NOT_UNITS or (name is None and _VAGUE.fullmatch(lower)):  # 千克 is kg
+            return None
         if name is None:
             # One or two letters are a variable, unless they are a known unit.
             if len(lower) < 3 and lower.isascii():
@@ -250,7 +250,10 @@ def _read_unit(text: str, is_one: bool = False, is_known: bool = False) -> str |
         power = match.group(2) or match.group(3)
         if power and name != name.lower():  # in mV^2 the V is a variable
             return None
-        names.append({"2": "square ", "3": "cubic ", None: ""}[power] + name)
+        name = {"2": "square ", "3": "cubic ", None: ""}[power] + name
+        if names[-1:] in (["square"], ["cubic"]):
+            name = f"{names.pop()} {name}"
+        names.append(name)
     if "per" in names:  # J/(kg K) is J/kg/K
         first = names.index("per")
         below = sorted(name for name in names[first:] if name != "per")

@@ -38,6 +38,8 @@ EQUAL = [
     ("△BCA", "\\triangle ABC"),
     ("triangle CBA, triangle DEF", "\\triangle EFD, \\triangle ABC"),
     ("\\square DCBA", "\\square ABCD"),
+    ("∠ C B A", "∠ABC"),
+    ("\\angle{A B C}", "\\angle ABC"),
     # scripts, roots and degrees in Unicode
     ("3 × 10⁻³", "0.003"),
     ("6.02·10²³", "6.02e23"),
@@ -68,6 +70,9 @@ EQUAL = [
     ("5 cm or 8 cm", "8, 5"),
     ("x=0 or x=1", "\\{0,1\\}"),
     ("red or blue", "blue or red"),
+    ("不合格率=5", "5"),
+    ("约数=5", "5"),
+    ("perimeter of the square = 5", "5"),
     # sets by a condition, and domains
     ("{x | x<2 or x>3}", "(-\\infty, 2) \\cup (3, \\infty)"),
     ("{x: x>=3}", "\\{x|x\\ge 3\\}"),
@@ -137,6 +142,10 @@ EQUAL = [
     ("AB = 0.5 m = 50 cm", "50 cm"),
     ("V = \\pi r^2 h = 12\\pi", "12\\pi"),
     ("C = 2 \\pi r = 12\\pi", "12\\pi"),
+    ("\\frac{6}{8} = \\frac{3}{4}", "3/4"),
+    ("\\sqrt{16} = 4", "4"),
+    ("0.75 = 3/4", "0.75"),
+    ("90 min = 1.5 h", "1.5 h"),
     # the formula of a sentence
     ("so the area of it is $5$.", "5"),
     ("area of the circle: $5$", "5"),
@@ -523,11 +532,16 @@ EQUAL = [
     ("30∘", "30°"),
     ("f∘g", "f \\circ g"),
     # exact and rounded values
+    ("37.68 ≈ 37.7", "37.7"),
     ("12.6 ≈ 13", "12.6"),
     ("10/3 \\approx 3.33", "10/3"),
     ("1/3 ≈ 33.3%", "1/3"),
     ("x \\approx 11", "11"),
     ("5\\sqrt2 \\approx 7.07", "5\\sqrt2 \\approx 7.07"),
+    # powers in words, and units that begin as a number word
+    ("5平方千米", "5 km²"),
+    ("10牛/千克", "10 N/kg"),
+    ("10 grams per cubic centimeter", "10 g/cm^3"),
     # units after a formula
     ("2\\sqrt5 m/s", "2\\sqrt5"),
     ("\\sqrt3 m/s^2", "\\sqrt3"),
@@ -647,6 +661,16 @@ DIFFERENT = [
     ("A or C", "A, C"),
     ("I, II or III", "I, II and III"),
     ("Group 1 or Group 2", "Group 1, Group 2"),
+    # names that deny or change the value
+    ("not x=5", "5"),
+    ("maybe x = 5", "5"),
+    ("if x=5", "5"),
+    ("答案不是x=5", "5"),
+    ("twice x = 5", "5"),
+    ("x=7 (not x=5)", "5"),
+    ("x=7 but x=5", "5"),
+    ("half of x = 5", "5"),
+    ("x的一半=5", "5"),
     # sets by a condition, and domains
     ("{x | 1<x<2}", "\\{x \\mid 1<x<3\\}"),
     ("x=2, y>3", "x=2"),
@@ -714,6 +738,8 @@ DIFFERENT = [
     ("x = 6 = 5", "5"),
     ("x = 6 = 2\\sqrt{3}", "2\\sqrt{3}"),
     ("x = 6 = 5", "x = 5"),
+    ("6/2=4", "4"),
+    ("0.75 = 0.8", "0.8"),
     # prose around a formula
     ("six or $5$", "5"),
     ("less than $5$", "5"),
@@ -994,6 +1020,9 @@ DIFFERENT = [
     ("\\frac12 \\approx 7", "0.5"),
     ("2≈3, 4≈9", "2, 4"),
     ("5 ≈ y", "5"),
+    # powers in words
+    ("10 grams per square centimeter", "10 g/cm^3"),
+    ("5平方千米", "5 km"),
     # units after a formula
     ("\\sqrt3 m/s^2", "\\sqrt3 m/s"),
     ("2\\pi rad/s", "2\\pi rad"),
@@ -1040,6 +1069,10 @@ DIFFERENT = [
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
+    # names by corners
+    ("\\cos\\angle CBA", "\\cos\\angle ABC"),
+    ("\\frac{\\angle C B A}{2}", "\\frac12\\angle ABC"),
+    ("∠BOC = 2∠CAB", "∠BOC=2∠BAC"),
     ("2AB", "2BA"),
     ("3ABC", "3CBA"),
     ("AB", "BA"),
@@ -1153,6 +1186,7 @@ ASKED_EQUAL = [
     ("Bev", "B \\cdot v \\cdot e"),
     ("A-(B+C)", "A-B-C"),
     # exact and rounded values
+    ("12\\pi \\approx 37.7", "37.7"),
     ("2\\sqrt3 ≈ 3.46", "2\\sqrt3"),
     ("x = 2\\sqrt3 ≈ 3.464", "\\sqrt{12}"),
     ("θ = \\arctan(3/4) ≈ 36.9°", "\\arctan\\frac34"),
@@ -1160,6 +1194,10 @@ ASKED_EQUAL = [
     ("\\frac{1+\\sqrt5}{2} ≈ 1.6", "\\frac{1+\\sqrt5}{2}"),
 ]
 ASKED_DIFFERENT = [
+    # names by corners
+    ("\\angle ABC, \\angle ACB", "\\angle ABC"),
+    ("\\cos\\angle BAC", "\\cos\\angle ABC"),
+    ("90° - ∠BAC", "90° - ∠ABC"),
     ("3ABC", "3"),
     ("2GB", "2"),
     ("5N", "5"),
@@ -1302,6 +1340,7 @@ ASKED_DIFFERENT = [
     ("\\hat{p}", "p"),
     ("\\frac{kq}{r^2}\\vec{r}", "\\frac{kq}{r^2}\\hat{r}"),
     # exact and rounded values
+    ("12\\pi \\approx 40.5", "40.5"),
     ("2\\sqrt3 ≈ 9", "2\\sqrt3"),
     ("x = 2\\sqrt3 ≈ 3", "\\sqrt{12}+1"),
     ("\\sqrt{12} ≈ 4", "2\\sqrt3"),

@@ -47,6 +47,24 @@ def test_options_are_named_by_small_letters_and_several_in_any_order(prediction,
     assert is_equivalent(prediction, gold, choices=("30", "45", "60", "90")) == is_same
 
 
+def test_the_name_of_a_value_is_no_option():
+    for values, names in (
+        (("30°", "45°", "60°", "90°"), ("∠B = {}", "m∠B = {}", "\\arcsin B = {}")),
+        (("0.3", "0.4", "0.6", "0.8"), ("P(B) = {}", "\\sin B = {}")),
+        (("(1, 2)", "(3, 5)", "(2, 1)", "(3, 4)"), ("B{}", "B {}", "B = {}")),
+        (("2 A", "3 A", "4 A", "6 A"), ("I = {}",)),
+    ):
+        wrong = values[0].translate(str.maketrans("123", "777"))
+        for name in names:
+            for letter, value in zip("ABCD", values, strict=True):
+                assert is_equivalent(name.format(value), letter, choices=values), (name, value)
+                assert not is_equivalent(name.format(wrong), letter, choices=values), (name, wrong)
+    for prediction in ("C. ∠A = 60°", "C (∠A = 60°)", "x = C"):
+        assert is_equivalent(prediction, "C", choices=("30°", "45°", "60°", "90°")), prediction
+    for gold in "AD":
+        assert not is_equivalent("C, ∠A = 90°", gold, choices=("30°", "45°", "60°", "90°"))
+
+
 def test_a_sentence_is_compared_as_a_whole_if_choices_are_sentences():
     for mean, median in (("The mean is $5$", "The median is $6$"), ("A mean is 5", "A mode is 6")):
         assert compare(mean, "A", choices=(mean, median)) == "equal"
