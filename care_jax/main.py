@@ -103,7 +103,7 @@ def run_stages(
     given = examples or {}
     from_python = [*given, *(["reward"] if reward else [])]
     check_keys(config)
-    check_given(config, workdir, from_python, read_by(config))
+    check_given(config, workdir, from_python, read_by(config, given))
     run = open_run(config, workdir, reward=reward, overridden=overridden, given=[*given])
     sources = open_sources(run, given)
     benchmarks = evaluate.open_benchmarks(run.config) if is_evaluated(run.config) else []
@@ -141,7 +141,7 @@ def open_sources(run: Run, given: Mapping[str, Sequence[Example]]) -> dict[str, 
     """The examples of each stage that trains, and the held-out ones if they are evaluated."""
     config = run.config
     opened = [stage for stage in TRAINING if stage in config.stages]
-    if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
+    if is_evaluated(config) and not has_benchmarks_only(config, given):
         opened.append("evaluate")
     sources = {
         stage: given_examples(given[stage], stage, run.has_reward)

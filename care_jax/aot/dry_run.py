@@ -39,6 +39,7 @@ from care_jax.run.run import (
     has_checkpoint,
     make_adamw,
     saved_steps,
+    trained_stages,
 )
 
 NUM_ROWS = 2  # shown per source
@@ -210,7 +211,7 @@ def _files(run: Run) -> Iterator[str]:
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
     yield "config.json, starts.jsonl, metrics.jsonl, tensorboard/"
     yield "report.html, report.jsonl, rollouts.jsonl"
-    for stage in (stage for stage in TRAINING if stage in config.stages):
+    for stage in trained_stages(run):
         saved, size = saved_steps(workdir, stage), space.checkpoint_bytes(run, stage)
         yield (
             f"checkpoints/{stage}/: every {config.checkpoint_every} steps and after the "

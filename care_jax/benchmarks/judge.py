@@ -69,9 +69,6 @@ class Judge:
         counts: requests, retries, timeouts, failures (cases left without a verdict),
             prompt_tokens, completion_tokens.
         problem: of the last request that failed; empty if none did.
-
-    Raises:
-        ValueError: the url does not start with http:// or https://.
     """
 
     def __init__(
@@ -84,11 +81,6 @@ class Judge:
         num_workers: int = 8,
         prices: tuple[float, float] = (0.0, 0.0),
     ):
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"evaluate.judge_url must start with http:// or https://, got {url!r}; give the "
-                "endpoint up to /chat/completions"
-            )
         self.name, self.problem = f"{model} at {url}", ""
         self._url, self._model = f"{url.rstrip('/')}/chat/completions", model
         self._timeout, self._num_retries = timeout, num_retries

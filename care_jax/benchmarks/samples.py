@@ -10,6 +10,7 @@ verdict of one that was paid for.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -93,9 +94,10 @@ def read(path: pathlib.Path, digest: str | None) -> list[Sample]:
 
     It is None for samples that a reward function judged.
 
-    A file of other settings is renamed, since its samples may have taken hours. Damaged lines are
-    reported and moved to `<name>.damaged`; the caller rewrites the file. A last line without
-    newline is of a killed run, and is ignored.
+    A file of other settings is renamed, since its samples may have taken hours; one of these
+    settings that was renamed before is taken back. Damaged lines are reported and moved to
+    `<name>.damaged`; the caller rewrites the file. A last line without newline is of a killed run,
+    and is ignored.
     """
     found: dict[int, Sample] = {}
     damaged, others = [], set()
@@ -115,9 +117,19 @@ def read(path: pathlib.Path, digest: str | None) -> list[Sample]:
             others.add(sample["settings"] or "reward")
     set_aside(path, damaged)
     if others and not found:
-        renamed = path.replace(path.with_name(f"{path.stem}.{min(others)}{path.suffix}"))
+        numbered = (f"{min(others)}.{i}" for i in itertools.count(2))
+        names = (_renamed(path, name) for name in itertools.chain([min(others)], numbered))
+        renamed = path.replace(next(name for name in names if not name.exists()))
         print_line(f"the samples of other weights or settings are kept in {renamed}")
+    if digest and not found and (before := _renamed(path, digest)).exists():
+        before.replace(path)
+        print_line(f"the samples of these weights and settings are taken back from {before}")
+        return read(path, digest)
     return [*found.values()]
+
+
+def _renamed(path: pathlib.Path, name: str) -> pathlib.Path:
+    return path.with_name(f"{path.stem}.{name}{path.suffix}")
 
 
 def _sample(

@@ -86,10 +86,10 @@ def check_config(
     if is_evaluated(config):
         sharding.check_divides("evaluate.batch_size", config.evaluate.batch_size, batches)
         _check_evaluate(config.evaluate)
-    _check_best(config)
+    _check_best(config, given)
     _check_export(config, saved or {})
     for stage, section in SECTIONS.items():
-        is_held_out = is_evaluated(config) and not has_benchmarks_only(config)
+        is_held_out = is_evaluated(config) and not has_benchmarks_only(config, given)
         is_used = is_held_out if stage == "evaluate" else stage in trained
         if is_used and stage not in given:
             check_section(f"data.{section}", config.data[section], config.data)
@@ -122,19 +122,19 @@ def is_evaluated(config: ConfigDict) -> bool:
     return "evaluate" in config.stages or bool(evaluated_stages(config))
 
 
-def evaluation_metrics(config: ConfigDict) -> tuple[str, ...]:
+def evaluation_metrics(config: ConfigDict, given: Collection[str] = ()) -> tuple[str, ...]:
     """The metrics that `best_metric` may name; higher is better in each."""
     accs = ("acc", "acc_low", "acc_high")
     rates = tuple(pass_rates([0], config.evaluate.num_samples))
-    names = () if has_benchmarks_only(config) else (*accs, "fmt", *rates)
+    names = () if has_benchmarks_only(config, given) else (*accs, "fmt", *rates)
     for benchmark, _ in config.evaluate.benchmarks:
         names += tuple(f"{benchmark}/{key}" for key in (*accs, *rates))
     return names + (tuple(f"mean/{key}" for key in accs) if config.evaluate.benchmarks else ())
 
 
-def has_benchmarks_only(config: ConfigDict) -> bool:
-    """Whether benchmarks are evaluated, but no held-out questions: data.test is not set."""
-    return bool(config.evaluate.benchmarks) and not has_test(config)
+def has_benchmarks_only(config: ConfigDict, given: Collection[str] = ()) -> bool:
+    """Whether benchmarks are evaluated, but no held-out questions, set in data.test or `given`."""
+    return bool(config.evaluate.benchmarks) and not (has_test(config) or "evaluate" in given)
 
 
 def has_test(config: ConfigDict) -> bool:
@@ -307,6 +307,11 @@ def _check_evaluate(evaluate: ConfigDict) -> None:
             "evaluate.judge_url needs evaluate.judge_model and evaluate.benchmarks; set them or "
             "clear it"
         )
+    if evaluate.judge_url and not evaluate.judge_url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"evaluate.judge_url must start with http:// or https://, got {evaluate.judge_url!r}; "
+            "give the endpoint up to /chat/completions"
+        )
     judge = urllib.parse.urlsplit(evaluate.judge_url)
     if judge.username is not None or judge.query or judge.fragment:
         raise ValueError(
@@ -325,14 +330,14 @@ def _check_evaluate(evaluate: ConfigDict) -> None:
         )
 
 
-def _check_best(config: ConfigDict) -> None:
+def _check_best(config: ConfigDict, given: Collection[str]) -> None:
     evaluated = evaluated_stages(config)
     if config.keep_best and {*TRAINING} & {*config.stages} and not evaluated:
         raise ValueError(
             f"keep_best {config.keep_best} needs evaluations inside a stage; set rl.eval_every or "
             "sft.eval_every, or keep_best to 0"
         )
-    metrics = evaluation_metrics(config)
+    metrics = evaluation_metrics(config, given)
     if config.keep_best and evaluated and config.best_metric not in metrics:
         raise ValueError(
             f"best_metric must be one of {', '.join(metrics)}, got {config.best_metric!r}"

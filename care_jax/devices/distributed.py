@@ -60,7 +60,8 @@ def start(
 
     JAX detects TPU pods (also on GKE), Slurm and Open MPI. Elsewhere, pass the three arguments or
     set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment; without
-    them the run has one process, which needs no coordinator.
+    them the run has one process, which needs no coordinator. Under Slurm and Open MPI, JAX gives
+    each of several processes one GPU; a process alone has them all.
 
     Args:
         coordinator_address: host:port at which process 0 listens.
@@ -75,6 +76,8 @@ def start(
     index = _from_environment(process_id, "JAX_PROCESS_ID")
     if address is not None and count is not None and index is not None:
         return _join(address, count, index, timeout)
+    if (address, count, index) == (None, None, None) and _is_only_task():
+        return _watch_sigterm()
     try:
         with warnings.catch_warnings():  # about false detections, such as a single pod
             warnings.simplefilter("ignore")
@@ -85,7 +88,7 @@ def start(
                 "expected --coordinator_address, --num_processes and --process_id together (or "
                 f"JAX_... in the environment), got {address}, {count} and {index}; set all or none"
             ) from error
-        signal.signal(signal.SIGTERM, lambda number, _: _terminated.append(number))
+        _watch_sigterm()
 
 
 def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
@@ -257,6 +260,17 @@ def exit_run(message: str, *, is_preempted: bool = False) -> NoReturn:
         sys.stdout.flush()
         os._exit(1)
     sys.exit(1)
+
+
+def _is_only_task() -> bool:
+    """Whether JAX would detect one process and show it one GPU, as under `srun --pty bash`."""
+    names = "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"  # in JAX's order
+    counts = [os.environ[name] for name in names if name in os.environ]
+    return counts[:1] == ["1"] and not os.environ.get("JAX_LOCAL_DEVICE_IDS")
+
+
+def _watch_sigterm() -> None:
+    signal.signal(signal.SIGTERM, lambda number, _: _terminated.append(number))
 
 
 def _from_environment(value: int | None, name: str) -> int | None:

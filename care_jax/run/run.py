@@ -177,8 +177,8 @@ def check_given(
 ) -> None:
     """Checks that RL's rows and reward come from where those of its checkpoints came from.
 
-    The settings do not tell: rows and a function from Python have no place there. Another source or
-    function in the configuration may take their place.
+    The settings do not tell: rows and a function from Python have no place there. Another source in
+    data.test may take the place of held-out rows.
 
     Args:
         given: what comes from Python: "rl" and "evaluate" for a stage's examples, and "reward".
@@ -194,9 +194,10 @@ def check_given(
     before, now = {*saved["given"]}, json.loads(config.to_json_best_effort())
     replaced = {name for name, key in _GIVEN_FOR.items() if _at(saved, key) != _at(now, key)}
     if lost := (before & {*read}) - {*given} - replaced:
+        others = "" if lost - {"evaluate"} else "set data.test, "
         raise ValueError(
             f"the run in {workdir} had its own from Python in place of {_keys_of(lost)}: call "
-            "care_jax.train_on with it, set these keys, or choose another workdir"
+            f"care_jax.train_on with it, {others}or choose another workdir"
         )
     if new := ({*given} - before) & {"rl", "reward"}:
         raise ValueError(
@@ -205,9 +206,9 @@ def check_given(
         )
 
 
-def read_by(config: ConfigDict) -> list[str]:
+def read_by(config: ConfigDict, given: Collection[str] = ()) -> list[str]:
     """What the stages of a configuration read, of what may come from Python; see `check_given`."""
-    is_held_out = is_evaluated(config) and not has_benchmarks_only(config)
+    is_held_out = is_evaluated(config) and not has_benchmarks_only(config, given)
     rows = ["rl"] * ("rl" in config.stages) + ["evaluate"] * is_held_out
     return rows + ["reward"] * bool(rows)
 
@@ -238,6 +239,12 @@ def check_workdir(run: Run, *, is_dry: bool = False) -> None:
             f"ignore, as stages {tuple(stages)} lacks 'sft'; add it (finished steps are not "
             "repeated), or choose another --workdir to start from the weights of model.path"
         )
+    for stage in resume.TRAINING:
+        if is_dry:
+            if saved := saved_steps(run.workdir, stage):
+                check_settings(run, stage, max(saved))
+        elif any(path.name[0].isdecimal() for path in checkpoint_folder(run, stage).glob("*")):
+            open_checkpoints(run, stage).close()
     is_gone = is_past_cold_start(run) and not has_checkpoint(run, "sft")
     if is_gone and not is_cold_start_unread(run):
         needs = "a stage before RL" if _is_between(run) else "RL's KL term"
@@ -245,12 +252,6 @@ def check_workdir(run: Run, *, is_dry: bool = False) -> None:
             f"{needs} needs the weights of the cold start, whose checkpoints are gone from "
             f"{checkpoint_folder(run, 'sft')}; put them back, or choose another --workdir"
         )
-    for stage in resume.TRAINING:
-        if is_dry:
-            if saved := saved_steps(run.workdir, stage):
-                check_settings(run, stage, max(saved))
-        elif any(path.name[0].isdecimal() for path in checkpoint_folder(run, stage).glob("*")):
-            open_checkpoints(run, stage).close()
 
 
 def is_past_cold_start(run: Run) -> bool:
@@ -261,6 +262,12 @@ def is_past_cold_start(run: Run) -> bool:
 def is_cold_start_unread(run: Run) -> bool:
     """Whether RL goes on from its own checkpoints, and nothing needs the cold start's weights."""
     return is_past_cold_start(run) and not (_is_between(run) or run.has_reference_copy)
+
+
+def trained_stages(run: Run) -> list[str]:
+    """The stages of the run that train, without a cold start that is unread."""
+    stages = [stage for stage in resume.TRAINING if stage in run.config.stages]
+    return [stage for stage in stages if stage != "sft" or not is_cold_start_unread(run)]
 
 
 def _is_between(run: Run) -> bool:

@@ -9,9 +9,15 @@ import shutil
 import jax
 import jax.numpy as jnp
 
-from care_jax.config.resume import TRAINING
 from care_jax.devices.flops import GIB
-from care_jax.run.run import Run, abstract_params, abstract_state, make_adamw, saved_steps
+from care_jax.run.run import (
+    Run,
+    abstract_params,
+    abstract_state,
+    make_adamw,
+    saved_steps,
+    trained_stages,
+)
 
 _EXPORT_BYTES = 2  # of a parameter, in bfloat16
 
@@ -47,7 +53,7 @@ def check(run: Run) -> str:
     if not usage.total:  # as some mounts report
         return ""
     needed, largest = 0, 0
-    for stage in (stage for stage in TRAINING if stage in config.stages):
+    for stage in trained_stages(run):
         saved = saved_steps(workdir, stage)
         steps_left = config[stage].num_steps - max(saved, default=0)
         num_saves = math.ceil(max(steps_left, 0) / config.checkpoint_every)

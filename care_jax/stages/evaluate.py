@@ -265,7 +265,8 @@ class Evaluator:
     def _take_over(self, path: pathlib.Path, digest: str) -> None:
         """Copies the samples of an earlier evaluation of the same weights, questions and settings.
 
-        The end of a stage with `eval_every` and the stage "evaluate" behind it are two such.
+        The end of a stage with `eval_every` and the stage "evaluate" behind it are two such, but
+        not with LoRA, whose adapters are merged in between.
         """
         answered = self._answered.setdefault(digest, path)
         if answered != path and jax.process_index() == 0 and not read(path, digest):

@@ -118,6 +118,7 @@ def train(
             written = step, draws, groups, everyone, plans, updates
             stage.finish(step, functools.partial(log.write, *written))
         log.close()
+        stage.saved_beside = lambda: None  # a cycle with `rollout` would keep the state on devices
     return lora.merged(stage.state.params)
 
 

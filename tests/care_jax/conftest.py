@@ -247,7 +247,7 @@ def run_loop(make_run, questions, responses, monkeypatch):
         script = make_script(responses, dies_at)
         run = make_run(LOOP | dict(changes), folder)
         monkeypatch.setattr(dynamic_sampling, "roll_out", script.roll_out)
-        monkeypatch.setattr(rl, "compile_rollout", lambda *_: None)
+        monkeypatch.setattr(rl, "compile_rollout", lambda *args: args)
         monkeypatch.setattr(rl, "compile_update", lambda *_: script.programs())
         params = {"vision": {"w": jnp.zeros(2)}, "text": {"w": jnp.float32(10)}}
         params = rl.train(run, params, questions(range(30)), evaluate)

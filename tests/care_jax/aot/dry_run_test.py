@@ -157,6 +157,22 @@ def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, saved):
     assert "run exists" in output and "kept; resumes from step 10\n" in output
 
 
+def test_a_cold_start_that_rl_is_past_has_no_more_checkpoints(said, saved, tmp_path):
+    saved("rl", "10")
+    output = said(stages=("sft", "rl"), **{"care.beta": 0.0})
+    assert "checkpoints/rl/: " in output and "checkpoints/sft/: " not in output
+
+
+def test_a_cold_start_put_ahead_of_rl_that_has_begun_is_refused(said, saved, tmp_path):
+    saved("rl", "10")
+    path = tmp_path / "run/checkpoints/rl/10/progress/metadata"
+    metadata = json.loads(path.read_text())
+    metadata["settings"]["stages"] = []
+    path.write_text(json.dumps(metadata))
+    with pytest.raises(ValueError, match=r"stages \(those before 'rl' that train\) was \[\]"):
+        said()
+
+
 def test_a_workdir_with_a_run_of_other_settings_is_refused(said, saved, tmp_path):
     saved("sft", "10")
     with pytest.raises(ValueError, match=r"\(10 steps done\).* sft.batch_size was 64, is 32;"):

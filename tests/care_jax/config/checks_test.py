@@ -118,6 +118,10 @@ REFUSED = {
         JUDGED | {"evaluate.judge_model": "m", "evaluate.judge_url": "https://x/v1?key=KEY"},
         r"judge_url must have no user, password and query, [^K]*; put the key .*JUDGE_API_KEY",
     ),
+    "a judge's address of another kind": (
+        JUDGED | {"evaluate.judge_model": "m", "evaluate.judge_url": "file:///etc/passwd"},
+        r"judge_url must start with http:// or https://, got 'file:///etc/passwd'; give the",
+    ),
     "equal samples": (
         GREEDY | {"evaluate.num_samples": 4},
         "num_samples 4 needs .*temperature above",
@@ -305,6 +309,14 @@ def test_a_step_that_is_saved_already_may_be_exported():
     with pytest.raises(ValueError, match="after its last step, 73, 100; set"):  # 60 makes room
         check(changes | {"export.step": "60"}, saved={"rl": [60, 73]})
     check(changes | {"export.step": "60", "keep_checkpoints": 1}, saved={"rl": [60, 100]})
+
+
+def test_held_out_rows_from_python_have_metrics_beside_those_of_benchmarks():
+    """`data.test` is empty."""
+    changes = BEST | {"evaluate.benchmarks": MMMU, "data.test.source": "", "best_metric": "acc"}
+    check(changes, given=["evaluate"])
+    with pytest.raises(ValueError, match=r"best_metric must be one of mmmu.*, got 'acc'"):
+        check(changes)
 
 
 def test_a_function_from_python_takes_the_place_of_the_one_of_the_configuration():

@@ -134,6 +134,30 @@ def test_a_process_alone_is_preempted_by_sigterm():
     subprocess.run([sys.executable, "-c", TERMINATED], cwd=ROOT, check=True, timeout=300)
 
 
+@pytest.mark.parametrize(
+    ("environment", "is_started"),
+    [
+        ({"SLURM_NTASKS": "1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
+        ({"SLURM_NTASKS": "8"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "8", "SLURM_NTASKS": "1"}, True),
+        ({"SLURM_NTASKS": "1", "JAX_LOCAL_DEVICE_IDS": "0,1"}, True),
+        ({}, True),
+    ],
+)
+def test_the_only_task_of_a_job_keeps_all_its_devices(monkeypatch, environment, is_started):
+    """JAX would show it one GPU of `srun --gpus=8 --pty bash`."""
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_LOCAL_DEVICE_IDS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started, watched = [], []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: started.append(1))
+    monkeypatch.setattr(distributed.signal, "signal", lambda number, _: watched.append(number))
+    distributed.start()
+    assert (bool(started), bool(watched)) == (is_started, not is_started)
+
+
 ADDRESS = "10.0.0.1:8476"
 REFUSED = {  # arguments, environment, a part of the message
     "no port": (("here", 2, 1), {}, "coordinator address 'here' must be host:port, such as"),

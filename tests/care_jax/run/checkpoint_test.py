@@ -375,7 +375,7 @@ def lose_a_file(step_folder):
 def test_a_truncated_or_incomplete_step_is_seen_before_its_files_are_read(
     folder, monkeypatch, capfd, fault, message
 ):
-    monkeypatch.setattr(integrity, "_sha256", None)
+    monkeypatch.setattr(integrity, "sha256", None)
     monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)
     fault(folder / "6")
     with checkpoints(folder) as saved:

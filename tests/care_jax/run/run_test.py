@@ -206,7 +206,11 @@ def test_what_came_from_python_is_needed_again(begun, before, given, read, chang
     if not missing:
         check_given(config, workdir, given, read)
         return
-    with pytest.raises(ValueError, match=f"own from Python in place of {missing}: call care_jax"):
+    others = "set data.test, " if missing == "data.test" else ""  # the other keys are fixed
+    said = (
+        f"own from Python in place of {missing}: call care_jax.train_on with it, {others}or choose"
+    )
+    with pytest.raises(ValueError, match=said):
         check_given(config, workdir, given, read)
 
 
@@ -240,6 +244,14 @@ def test_a_run_of_an_earlier_version_may_go_on(begun, before):
 def test_stages_read_their_own_rows(run, stages, expected):
     run.config.stages = stages
     assert read_by(run.config) == expected
+
+
+def test_held_out_rows_from_python_are_judged_beside_benchmarks(run):
+    changes = {"stages": ("evaluate",), "data.test.source": ""}
+    run.config.update_from_flattened_dict(changes)
+    run.config.evaluate.benchmarks = (("mathvision", "x.parquet"),)
+    assert read_by(run.config) == []
+    assert read_by(run.config, ("evaluate",)) == ["evaluate", "reward"]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,15 @@ def test_rollouts_in_flight_need_room_too(make_run):
     assert space.checkpoint_bytes(run, "sft") == space.checkpoint_bytes(without, "sft")
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_cold_start_that_nothing_reads_needs_no_room(make_run, monkeypatch, beta):
+    """With a KL term it is read, as the reference."""
+    run = make_run(RL | {"stages": ("sft", "rl"), "care.beta": beta})
+    for step in (10, 20):
+        make_step(run.workdir, "rl", step)
+    assert (check(monkeypatch, run, 1) == "") == (not beta)
+
+
 def test_an_export_needs_room_too(make_run, monkeypatch):
     run = make_run(EXPORT)
     one = space.checkpoint_bytes(run, "rl")

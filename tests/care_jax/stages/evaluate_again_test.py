@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from PIL import Image
 from scripted_answers import GRADED, PARAMS, SETTINGS, benchmarked, samples_of
 
-from care_jax.benchmarks.samples import to_line
+from care_jax.benchmarks.samples import read, to_line
 from care_jax.stages import answering, evaluate
 
 
@@ -75,6 +75,26 @@ def test_samples_of_other_weights_or_settings_are_not_believed(
     # The first ones are kept.
     files = (run.workdir / "benchmarks_rl").glob("samples_mathvision_testmini.*jsonl")
     assert [len(file.read_text().splitlines()) for file in files] == [5, 5]
+
+
+def test_samples_that_were_set_aside_are_taken_back(benchmark_run, asked):
+    others = {"w": jnp.arange(3.0) + 1e-4}
+    for params in (PARAMS, others, PARAMS, others):
+        benchmarked(benchmark_run(), params)
+    assert [call["asked"] for call in asked[1]] == [[*range(5)], [*range(5)], [], []]
+    files = benchmark_run().workdir.glob("benchmarks_rl/samples_mathvision_testmini.*jsonl")
+    assert [len(file.read_text().splitlines()) for file in files] == [5, 5]
+
+
+def test_no_file_of_samples_is_overwritten_by_one_that_is_set_aside(tmp_path):
+    """Samples that a reward function judged are never taken back."""
+    path = tmp_path / "samples.jsonl"
+    (tmp_path / "samples.reward.jsonl").write_text("first")
+    (tmp_path / "samples.reward.2.jsonl").write_text("second")
+    path.write_text(line := to_line({"doc_id": 0, "settings": None}))
+    assert read(path, "other") == [] and not path.exists()
+    names = ("samples.reward.jsonl", "samples.reward.2.jsonl", "samples.reward.3.jsonl")
+    assert [(tmp_path / name).read_text() for name in names] == ["first", "second", line]
 
 
 def test_samples_of_another_template_of_the_same_path_are_not_believed(

@@ -4,7 +4,9 @@ The whole loop with real programs runs in tests/end_to_end_test.py.
 """
 
 import dataclasses
+import gc
 import json
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -335,6 +337,25 @@ def test_an_update_without_a_response_is_not_called(run_loop):
     assert script.seen["decoded_with"] == [10, 12, 12, 14]
     assert all(script.seen["updated"]) and float(params["text"]["w"]) == 16
     assert ["loss" in record for record in metrics] == [True, False, True, True]
+
+
+class StatesAreWatched(Script):
+    """Notes every state that an update returns, by weak reference."""
+
+    def update(self, state, batch):
+        state, *rest = super().update(state, batch)
+        self.seen["states"].append(weakref.ref(state))
+        return state, *rest
+
+
+def test_no_cycle_keeps_the_state_behind_the_stage(run_loop):
+    """It would stay on the devices, beside the evaluation, until the collector runs."""
+    gc.disable()
+    try:
+        script, *_ = run_loop(make_script=StatesAreWatched)
+        assert [state() for state in script.seen["states"]] == [None] * 2 * STEPS
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("old_logp", ["sampler", "trainer"])
