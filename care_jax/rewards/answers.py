@@ -20,6 +20,7 @@ from absl import logging
 
 from care_jax.rewards.choices import clean_choices, compare_choice
 from care_jax.rewards.equivalence import (
+    assignments,
     formulas,
     free_text,
     joined,
@@ -153,7 +154,7 @@ def _compare_clean(prediction: str, gold: str, limits: Limits) -> str | Comparis
 
 def _compare_exact(prediction: str, gold: str, limits: Limits) -> str | Comparison:
     limits = limits.of(gold)
-    functions, domains = zip(*map(notation.split_domain, (prediction, gold)), strict=True)
+    functions, domains = zip(*map(assignments.split_domain, (prediction, gold)), strict=True)
     if not all(domains) or parts.compare_values(domains[0], domains[1], limits):
         prediction, gold = functions  # one side may omit the domain
     prediction, gold = formulas.align(prediction, gold, limits.units_matter)
@@ -172,8 +173,7 @@ def _compare_exact(prediction: str, gold: str, limits: Limits) -> str | Comparis
         (body, unit), (gold_body, gold_unit) = split
         # In `\pi r^2 h` the last letter is a variable.
         if any(
-            quantities.are_letters(name)
-            and formulas.has_variable(notation.split_assignment(rest)[1])
+            quantities.are_letters(name) and formulas.has_variable(assignments.split(rest)[1])
             for rest, name in split
         ):
             break
@@ -195,7 +195,7 @@ def _for_algebra(prediction: str, gold: str, limits: Limits) -> str | Comparison
         return "different: another time"
     if joined.is_range(gold):
         return "different: another range or date"  # and no difference, such as -11 for 18-29
-    if refusal := formulas.refusal(notation.split_assignment(prediction)[1], gold):
+    if refusal := formulas.refusal(assignments.split(prediction)[1], gold):
         return f"refused: {refusal}"
     if (is_same := joined.same_statements(prediction, gold)) is not None:
         return outcome_of(is_same, "set of statements")
@@ -211,7 +211,7 @@ def _for_algebra(prediction: str, gold: str, limits: Limits) -> str | Comparison
         return "different: a relation, no value"  # such as `\neq 7` or `> 6`
     if _several_values(prediction, gold) or _several_values(gold, prediction):
         return "different: another number of values"
-    (name, value), (_, gold_value) = map(notation.split_assignment, (prediction, gold))
+    (name, value), (_, gold_value) = map(assignments.split, (prediction, gold))
     has_marks = any(mark in prediction + gold for mark in "'^")
     if has_marks and notation.marked(value) != notation.marked(gold_value):
         return "different: other primes"  # computer algebra ignores them
@@ -222,7 +222,7 @@ def _for_algebra(prediction: str, gold: str, limits: Limits) -> str | Comparison
     listed = notation.split_list(prediction) if "=" in prediction else None
     if "=" not in gold:
         items = listed[1] if listed and listed[0] in _NO_BRACKETS else [prediction]
-        prediction = ", ".join(notation.split_assignment(item)[1] for item in items)
+        prediction = ", ".join(assignments.split(item)[1] for item in items)
         listed = None
     elif name and not listed and prediction.count("=") > gold.count("="):
         prediction = f"{name} = {value}"

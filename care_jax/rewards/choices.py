@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from care_jax.rewards.equivalence import free_text, notation, options, quantities
+from care_jax.rewards.equivalence import assignments, free_text, notation, options, quantities
 from care_jax.rewards.symbolic import Comparison, is_equal, outcome_of
 
 # In `\\angle A`, `\\sin A` and `P(A)` the letter is no option.
@@ -49,7 +49,7 @@ def _named_options(text: str, choices: Choices, same: Callable) -> set[int]:
         return {index} if index < num_choices else set()
     if quantities.read_number(text):  # 5 A is in amperes
         return set()
-    name, value = notation.split_assignment(text)
+    name, value = assignments.split(text)
     is_no_option = options.LETTERS.find(name.upper()) >= num_choices  # I of `I = 5 A`
     is_variable = len(name) == 1 and (is_no_option or "," in value)  # or a point
     if is_variable or _NAME_WITH_LETTER.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Normalises and parses answer text: LaTeX wrapping, lists, assignments. Numbers: `quantities`.
+"""Normalises and parses answer text: LaTeX wrapping, lists. Others: `quantities`, `assignments`.
 
 Works on text only and evaluates nothing. Every scan is linear in the length of the text: whitespace
 is collapsed first, patterns have no nested repetition over the same characters, and answers are
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from care_jax.rewards.equivalence import characters, free_text, number_words, quantities
+from care_jax.rewards.equivalence import characters, free_text, number_words
 from care_jax.rewards.equivalence.boxes import FONT_NAMES, TEXT, TEXT_NAMES, closing, unbox
 
 MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
@@ -267,32 +267,7 @@ def key(text: str) -> str:
 
 
 _RELATION = re.compile(r"\\(?:lt|gt|leq?|geq?|neq?)(?![a-zA-Z])|[<>]|!=|\\(?:not|in)(?![a-zA-Z])")
-_SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
-_NEXT_NAME = re.compile(r" ?(?:\\\\| ) ?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?$")
-_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _MARKED = re.compile(r"([^\s'])('+|\^ ?(?:T(?![a-zA-Z])|\\top|\{ ?(?:T|\\top) ?\}))")
-_POINT = re.compile(r"([A-Z](?:'|_\w)?) ?(\((?=[^()]*\d)[^(),]*,[^()]*\))")
-_DOMAIN = re.compile(r"([^,]+?)(?:, ?| ?\()([^(),=]+)\)?")
-_OPERATOR = re.compile(
-    r"[\w)}] ?(?:[-+*/^(]|\\(?:times|cdot|div|pi)(?![a-z]))|\\(?:sqrt|frac)(?![a-z])"
-)
-_CONSTANT = re.compile(r"\\(?:times|cdot|div|sqrt|frac|pi)(?![a-z])|degrees")
-_ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
-# The numbers of `\\angle 1`, `\\cos 60` and `R2` are part of a name.
-_NUMBER_IN_NAME = re.compile(
-    r"(angle|sin|cos|tan|cot|sec|csc|log|ln|lg) ?\{?\d+(?:\.\d+)?\}?|(?<=[a-zA-Z])\d+"
-)
-# `\sqrt{x} = 5` is an equation, while `\tan x` is a value that may be asked for.
-_FUNCTION_OF = re.compile(r"(?:sqrt|log|ln|lg|exp)(?![a-z]) ?[({]? ?[a-zA-Z\\]")
-# What says in a name that the value is in doubt, or another one's: `maybe x`, `half of x`.
-_NO_NAME = re.compile(
-    r"(?<![a-zA-Z])(?:not|never|cannot|maybe|perhaps|possibly|probably|if|unless|twice|half of"
-    r"|anything but|none$|wrong(?=:)|(?:root|square|cube|opposite|reciprocal) of"
-    r"|(?:double|half|minus|negative) [a-zA-Z]{1,2}$"
-    r"|[a-zA-Z]{1,2} (?:squared|cubed|doubled)$)(?![a-zA-Z])"
-    r"|不[是为]|不等?于?$|并非|可能(?![性的值])|也许|大概|如果|的(?:一半|平方|立方|.倍)$|分之.$"
-)
-_TURN = re.compile(r"(?<![a-zA-Z])(?:not|but|vs|rather than|instead of|as well as)(?![a-zA-Z])")
 _PUNCTUATION = re.compile(r"\\[{}]|[()\[\]{},;]")
 _CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[\W_A-Z\d])")
 
@@ -302,95 +277,9 @@ def has_relation(text: str) -> bool:
     return _RELATION.search(text) is not None
 
 
-def split_assignment(text: str) -> tuple[str, str]:
-    """(name, value) of `name = ... = value`; ("", text) if the left side is not a name.
-
-    In `exact \\approx rounded` the value is the exact side, or the rounded one if that is absent. A
-    point, `P(1, 2)`, is named like an assignment, and so is the last side of a computation.
-    """
-    if point := _POINT.fullmatch(text):
-        return point.group(1), point.group(2)
-    if "=" not in text and "\\approx" not in text:
-        return "", text.strip()
-    exact, _, rounded = text.partition("\\approx")
-    exact = text if not rounded or has_relation(text) else exact
-    parts = [part.strip() for part in (exact if exact.strip() else rounded).split("=")]
-    name = _SUBSCRIPT.sub("", parts[0])
-    # `x \approx 11` assigns to x, as `x = 11` does.
-    if rounded and len(parts) == 1 and exact.strip() and _is_name(name):
-        return parts[0], rounded.strip()
-    if has_relation(text) or len(parts) == 1:
-        return "", parts[0] if len(parts) == 1 else text
-    is_chain = all(_continues(part, parts[-1]) for part in parts[1:-1])
-    if all(_is_computation(part, parts[-1]) for part in parts[:-1]):
-        return parts[0], parts[-1]
-    return (parts[0], parts[-1]) if is_chain and _is_name(name) else ("", text)
-
-
-def split_domain(text: str) -> tuple[str, str]:
-    """(function, domain) of `y = 6/x (x > 0)` or `y = 6/x, x > 0`; (text, "") without a domain."""
-    match = _DOMAIN.fullmatch(text)
-    if match is None or not has_relation(match.group(2)) or has_relation(match.group(1)):
-        return text, ""
-    function, domain = match.groups()
-    names = set(_VARIABLE.findall(split_assignment(function)[1]))
-    return (function, domain) if names & set(_VARIABLE.findall(domain)) else (text, "")
-
-
-def _is_computation(text: str, value: str) -> bool:
-    """Whether a text combines numbers, as `180 - 45`, or is the number after it, as in `6/8 = 3/4`.
-
-    The side after it is then its value.
-    """
-    number, last = quantities.read_number(text), quantities.read_number(value)
-    if number and last:
-        return _is_rounded(number, last)
-    return _OPERATOR.search(text) is not None and not re.search(
-        r"[a-zA-Z]", _CONSTANT.sub("", text)
-    )
-
-
-def _continues(part: str, value: str) -> bool:
-    """Whether `name = part = value` may hold: not in `x = 6 = 5` and `x = 6 but y = 5`."""
-    number, last = quantities.read_number(part), quantities.read_number(value)
-    if number and last:
-        return _is_rounded(number, last)
-    if number:
-        return bool(number.unit)  # as in 30^\circ = \frac{\pi}{6}
-    if _TURN.search(part):
-        return False
-    if not (name := _NEXT_NAME.search(part)):
-        return True
-    # In `6 y` and `6 cm BC` a name follows a value; `r^2 h` is a product.
-    before = part[: name.start()]
-    is_constant = before[-1:] in "0123456789})" and not _VARIABLE.search(before)
-    return not (is_constant or quantities.read_number(before))
-
-
-def _is_rounded(number: quantities.Number, last: quantities.Number) -> bool:
-    """Whether `number = last` may hold, as 10/3 = 3.33 does."""
-    return quantities.is_close(number, last, tolerance=0.005, num_decimals=None)
-
-
 def marked(text: str) -> list[tuple[str, str]]:
     """The symbols that have primes or are transposed, and these marks, in alphabetical order."""
     return sorted((symbol, mark.strip("^{} ")) for symbol, mark in _MARKED.findall(text))
-
-
-def variable(name: str) -> str:
-    """The key of a name without its indices."""
-    return key(_SUBSCRIPT.sub("", name))
-
-
-def _is_name(text: str) -> bool:
-    if _FUNCTION_OF.search(text) or _NO_NAME.search(text):
-        return False
-    text = _NUMBER_IN_NAME.sub(r"\1", _ARGUMENT.sub("", text))
-    return (
-        0 < len(text) <= 40
-        and any(c.isalpha() for c in text)
-        and not any(c.isdigit() or c in "+-*^" for c in text)
-    )
 
 
 def split_tuple(text: str) -> tuple[str, list[str]] | None:

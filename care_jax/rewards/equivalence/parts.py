@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from care_jax.rewards.equivalence import (
+    assignments,
     formulas,
     joined,
     matrices,
@@ -194,7 +195,7 @@ def _numerals(pair: _Pair) -> Verdict | None:
 def _assignments(pair: _Pair) -> Verdict | None:
     """`x = value` is compared by its value; an equation on either side is left undecided."""
     (name, value), (gold_name, gold_value) = (
-        ("", text) if listed else notation.split_assignment(text)
+        ("", text) if listed else assignments.split(text)
         for text, listed in zip(pair.texts, pair.lists, strict=True)
     )
     is_other = name and gold_name and notation.key(name) != notation.key(gold_name)

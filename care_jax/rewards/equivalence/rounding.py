@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from care_jax.rewards.equivalence import notation, quantities
+from care_jax.rewards.equivalence import assignments, notation, quantities
 
 _TOLERANCE = 0.005
 
@@ -18,9 +18,9 @@ def sides(text: str) -> list[tuple[str, str]]:
     found = []
     for item in listed[1] if listed else [text]:
         exact, sign, rounded = (part.strip() for part in item.partition("\\approx"))
-        name, _ = notation.split_assignment(item)
+        name, _ = assignments.split(item)
         if sign and exact and name != exact:  # `x \approx 11` assigns
-            found.append((notation.split_assignment(exact)[1], rounded))
+            found.append((assignments.split(exact)[1], rounded))
     return found
 
 
