@@ -120,13 +120,7 @@ def with_responses(
         if needs_answer and needs_think and not found.fmt:
             raise Unusable(NO_THINK_TAGS, shown(text))
         if are_right and found.has_answer and isinstance(example.answer, str):
-            outcome = answers.compare(
-                found.answer,
-                example.answer,
-                choices=example.choices,
-                tolerance=example.tolerance,
-                units_matter=example.units == "matter",
-            )
+            outcome = answers.compare_example(found.answer, example)
             if isinstance(outcome, str) and outcome.startswith("different"):
                 raise Unusable(OTHER_ANSWER, f"{shown(found.answer)} and {shown(example.answer)}")
 

@@ -105,7 +105,7 @@ class MetricWriter:
         self._settings = settings or {}
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
         self._refused: OSError | None = None  # the first one in a TensorBoard thread
-        self._counters: dict[str, dict[str, Counter[str]]] = {}
+        self._left_out: dict[str, Counter[str]] = {}
         tracked = TrackedRun(self.path.parent.resolve(), self._settings)
         wanted = ((Wandb, wandb_project), (Mlflow, mlflow_experiment)) if self._is_writer else ()
         self._trackers = [tracker(tracked, name) for tracker, name in wanted if name]
@@ -145,13 +145,13 @@ class MetricWriter:
             return None
         return {name: value for name, value in found.items() if name not in ("stage", "step")}
 
-    def counter(self, stage: str, name: str) -> Counter[str]:
-        """A counter by reason, updated by the caller and written with every line of the stage.
+    def left_out(self, stage: str) -> Counter[str]:
+        """What a stage leaves out, by reason: counted by the caller, written with its every line.
 
-        Counts are written as `name/reason`, summed over the processes. All processes must create
-        the same counters.
+        Counts are written as `left_out/reason`, summed over the processes, all of which must ask
+        for the counter.
         """
-        return self._counters.setdefault(stage, {}).setdefault(name, Counter())
+        return self._left_out.setdefault(stage, Counter())
 
     def write(self, stage: str, step: int, metrics: Mapping[str, Scalar]) -> None:
         """Appends one line of finite scalars; begins the stage if it has not begun.
@@ -206,11 +206,12 @@ class MetricWriter:
                 )
 
     def _counted(self, stage: str) -> dict[str, int]:
+        if stage not in self._left_out:
+            return {}
         values: Counter[str] = Counter()
-        for name, counter in self._counters.get(stage, {}).items():
-            for counts in distributed.gather_json(dict(counter)):
-                for reason, count in counts.items():
-                    values[f"{name}/{reason.replace(' ', '_')}"] += count
+        for counts in distributed.gather_json(dict(self._left_out[stage])):
+            for reason, count in counts.items():
+                values[f"left_out/{reason.replace(' ', '_')}"] += count
         return dict(sorted(values.items()))
 
     def close(self, error: type[BaseException] | None = None) -> None:

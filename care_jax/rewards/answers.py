@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from absl import logging
 
+from care_jax.batch import Example
 from care_jax.rewards.choices import clean_choices, compare_choice
 from care_jax.rewards.equivalence import (
     assignments,
@@ -104,6 +105,17 @@ def compare(
         texts = f"{prediction[:200]!r} with {gold[:200]!r}"
         logging.log_first_n(logging.WARNING, "Comparing %s failed: %r", 10, texts, error)
         return f"refused: {type(error).__name__}"
+
+
+def compare_example(answer: str, example: Example) -> str | Comparison:
+    """`compare` with the gold answer of an example, which is text, by the example's rules."""
+    return compare(
+        answer,
+        example.answer,
+        choices=example.choices,
+        tolerance=example.tolerance,
+        units_matter=example.units == "matter",
+    )
 
 
 def _compare(

@@ -33,7 +33,7 @@ def relative_error(question: str, responses: Sequence[str], example: Example) ->
     well-formed answer span, too expensive to compare. The gold answer must be text.
     """
     found = [_answer_of(text) for text in responses]
-    outcomes = [_compare(answer, example) for answer in found]
+    outcomes = [answers.compare_example(answer, example) for answer in found]
     replies = _ask(outcome for outcome in outcomes if isinstance(outcome, Comparison))
     return [
         {"acc": _credit(answer, replies.get(outcome, outcome), example)}
@@ -48,16 +48,6 @@ def _answer_of(text: str) -> str:
     """
     opening = _OPENING.search(text)
     return parse_text(text, think_tag=opening[1] if opening else "think").answer
-
-
-def _compare(answer: str, example: Example) -> str | Comparison:
-    return answers.compare(
-        answer,
-        example.answer,
-        choices=example.choices,
-        tolerance=example.tolerance,
-        units_matter=example.units == "matter",
-    )
 
 
 def _ask(comparisons: Iterable[Comparison]) -> dict[str | Comparison, str]:

@@ -51,7 +51,6 @@ def start_scoring(
     token_bytes: Sequence[bytes],
     *,
     eos_token_ids: Collection[int],
-    think_tag: str,
     format_weight: float,
 ) -> Callable[[], Scored]:
     """Parses every row and starts verifying it; a group is all rows of a prompt.
@@ -66,6 +65,7 @@ def start_scoring(
         a function that waits for the verdicts and returns the scores.
     """
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
+    think_tag = verifier.think_tag
     num_rows, num_tokens = tokens.shape[1:]
     # Tokens are parsed, not texts: only they show whether a row ended with EOS, which fmt requires.
     parsed = [

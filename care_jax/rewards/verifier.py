@@ -201,13 +201,7 @@ class Verifier:
                 f"the answer of example {example.id!r} is a {type(gold).__name__}, and the "
                 "built-in verifier compares text; set verifier.reward to a function of your own"
             )
-        return answers.compare(
-            answer,
-            gold,
-            choices=example.choices,
-            tolerance=example.tolerance,
-            units_matter=example.units == "matter",
-        )
+        return answers.compare_example(answer, example)
 
     def _read(self, parsed: Sequence[spans.Spans], reply: Reply) -> list[Verdict]:
         """The verdicts of a group, from its worker's reply."""

@@ -263,7 +263,6 @@ def verify(
             verifier,
             policy.token_bytes,
             eos_token_ids=policy.config.eos_token_ids,
-            think_tag=policy.think_tag,
             format_weight=run.config.rl.format_weight,
         )
         started.append((rollouts, finish))

@@ -124,7 +124,7 @@ class StepLog:
         if len(draws) > 1:  # rollout metrics need all: the groups trained on are selected by acc
             drawn = Groups.concatenate([gather_groups(each) for each in draws])
         num_sampled = int((drawn.rollouts.is_valid & ~drawn.rollouts.is_forced).sum())
-        self.stage.counters["num_decoded"] += num_sampled
+        self.stage.num_decoded += num_sampled
         reading, called = self._updated
         ended, busy = reading.result()
         ended = max(ended, called)  # in a step without an update all programs ended before
@@ -148,7 +148,7 @@ class StepLog:
             | self._verifier_metrics(draws)
             | device_memory()
             | {
-                "decoded_tokens": self.stage.counters["num_decoded"],
+                "decoded_tokens": self.stage.num_decoded,
                 "rollout_tokens_per_second": num_sampled / rolling,
                 "train_tokens_per_second": int(everyone.num_trained.sum()) / training,
                 "rollout_seconds": rolling,

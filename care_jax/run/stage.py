@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -102,7 +101,7 @@ class Stage:
     """One training stage, as `open_stage` yields it.
 
     `state` is the current one. `start` is 0 or the step of the restored checkpoint. `num_done`
-    steps are done. `counters` are sums saved with every checkpoint. `saved_beside` gives what
+    steps are done. `num_decoded` counts the tokens decoded so far, RL's. `saved_beside` gives what
     else is saved.
     """
 
@@ -129,7 +128,7 @@ class Stage:
         self._unfinished: Callable[[], None] | None = None  # finishes the last step
         self._last: tuple[int, UpdateBatch] | None = None  # the last step, and its batch
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
-        self.num_done, self.counters = self.start, Counter()
+        self.num_done, self.num_decoded = self.start, 0
         self._lengths: list[int] | None = None  # of the sources of the training data
 
     def begin(self, metadata: Mapping[str, Any]) -> None:
@@ -137,7 +136,7 @@ class Stage:
 
         `metadata` is that of the restored checkpoint.
         """
-        self.counters.update({k: v for k, v in metadata.items() if isinstance(v, int)})
+        self.num_decoded = metadata.get("num_decoded", 0)
         self._lengths = metadata.get("lengths")
         self._check.begin(self.start, self.state, metadata)
         if self._eval_every and self.evaluate:
@@ -287,7 +286,7 @@ class Stage:
         self.checkpoints.save(
             self.num_done,
             self.state,
-            {**self.counters, **self._check.saved(), "lengths": self._lengths},
+            {"num_decoded": self.num_decoded, **self._check.saved(), "lengths": self._lengths},
             metrics if step == self.num_done else None,
             self.saved_beside(),
         )

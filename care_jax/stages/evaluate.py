@@ -157,7 +157,6 @@ class Evaluator:
                     verifier,
                     policy.token_bytes,
                     eos_token_ids=policy.config.eos_token_ids,
-                    think_tag=policy.think_tag,
                     format_weight=0.0,
                 )()
 

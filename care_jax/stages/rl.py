@@ -83,7 +83,7 @@ def train(
         seed=run.config.seed,
         rows=index,
         num_workers=run.config.data.num_workers,
-        left_out=run.metrics.counter("rl", "left_out"),
+        left_out=run.metrics.left_out("rl"),
         offset=carry_over.num_carried(run),
     )
     with (

@@ -66,7 +66,7 @@ def train(
         seed=run.config.seed,
         rows=index,
         num_workers=run.config.data.num_workers,
-        left_out=run.metrics.counter("sft", "left_out"),
+        left_out=run.metrics.left_out("sft"),
     )
 
     def rebuild(step):
@@ -150,7 +150,7 @@ def packed_batch(
     sizes = np.concatenate([prompt_sizes(prompts), lengths[:, None]], axis=1)
     unfit = misfits(TreeSizes(*sizes.T[:2], branches=sizes[:, 2:]), **row)
     for number, reason in unfit.items():
-        run.metrics.counter("sft", "left_out")[ROW_TOO_SHORT] += 1
+        run.metrics.left_out("sft")[ROW_TOO_SHORT] += 1
         logging.log_every_n(logging.WARNING, "left out %s: %s", 100, examples[number].id, reason)
     sizes[list(unfit), 2] = 0  # a tree without branches is not packed
     lengths = sizes[:, 2]

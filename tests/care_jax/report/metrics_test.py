@@ -65,7 +65,7 @@ def test_a_line_is_written_and_closed_at_once(tmp_path):
 
 def test_counts_by_reason_stand_in_every_line_of_their_stage_as_they_are(tmp_path):
     with MetricWriter(tmp_path) as writer:
-        counts = writer.counter("rl", "left_out")
+        counts = writer.left_out("rl")
         writer.write("rl", 0, {"acc": 1})
         counts.update({"no answer": 2, "image missing": 1})
         writer.write("rl", 1, {"acc": 1})

@@ -59,7 +59,6 @@ def score(
             verifier,
             TOKEN_BYTES,
             eos_token_ids=(END, PAD),
-            think_tag=think_tag,
             format_weight=format_weight,
         )()
 

@@ -68,7 +68,7 @@ def test_answer_tokens_weigh_more_and_examples_too_long_are_left_out(
 ):
     run = make_run(SETTINGS)
     found = dict(responses_of(batch_of(run, examples), policy))
-    assert run.metrics.counter("sft", "left_out") == {sft.ROW_TOO_SHORT: 1}
+    assert run.metrics.left_out("sft") == {sft.ROW_TOO_SHORT: 1}
     assert set(found) == {RESPONSES[i] for i in (0, 2, 3)}
     tokens = policy.prompts.response_tokens(RESPONSES[0])
     ends = np.cumsum([len(policy.token_bytes[token]) for token in tokens])
