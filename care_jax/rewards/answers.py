@@ -153,8 +153,8 @@ def _compare_clean(prediction: str, gold: str, limits: Limits) -> str | Comparis
         return _compare_exact(prediction, gold, limits)
     ((exact, rounded),) = sides
     outcome = _compare_exact(prediction.partition("\\approx")[0].strip(), gold, limits)
-    number, gold_number = quantities.read_number(rounded), quantities.read_number(gold)
-    if gold_number and gold_number.is_decimal and number == gold_number:
+    number = quantities.read_number(gold)
+    if number and number.is_decimal and parts.compare_values(rounded, gold, limits):
         outcome = "equal: number"  # the gold answer is the rounded side
     if agreed == [True] or (isinstance(outcome, str) and not is_equal(outcome)):
         return outcome
@@ -213,7 +213,7 @@ def _for_algebra(prediction: str, gold: str, limits: Limits) -> str | Comparison
         return outcome_of(is_same, "set of statements")
     if formulas.has_vector_product(prediction, gold):
         return "different: another product of vectors"  # for computer algebra it commutes
-    if regions := parts.both(relations.read_region, prediction, gold):
+    if regions := parts.read_both(relations.read_region, prediction, gold):
         prediction, gold = (region.latex() for region in regions)
     elif pair := matrices.read_pair(prediction, gold):
         prediction, gold = map(matrices.as_latex, pair)

@@ -86,7 +86,7 @@ def are_mathematics(prediction: str, gold: str) -> bool:
     return formulas.is_mathematics(gold, prediction) and formulas.is_mathematics(prediction, gold)
 
 
-def both(read: Callable[[str], Any], *texts: str) -> list[Any] | None:
+def read_both(read: Callable[[str], Any], *texts: str) -> list[Any] | None:
     """Both texts as parsed by `read`, if both can be parsed and one is unambiguous."""
     found = [read(text) for text in texts]
     return found if all(found) and any(each.is_certain for each in found) else None
@@ -126,7 +126,7 @@ def _quantity_in_several_units(pair: _Pair) -> Verdict | None:
 
 
 def _times(pair: _Pair) -> Verdict | None:
-    clocks = both(joined.read_clock, *pair.texts)
+    clocks = read_both(joined.read_clock, *pair.texts)
     return (clocks[0].seconds == clocks[1].seconds, "time") if clocks else None
 
 
@@ -136,7 +136,7 @@ def _ranges_ratios_dates(pair: _Pair) -> Verdict | None:
 
 
 def _sets(pair: _Pair) -> Verdict | None:
-    regions = both(relations.read_region, *pair.texts)
+    regions = read_both(relations.read_region, *pair.texts)
     return (_compare_regions(regions[0], regions[1], pair.limits), "set") if regions else None
 
 

@@ -200,6 +200,16 @@ def test_of_rows_with_like_patches_those_with_most_visible_pairs_run_together():
     assert split_batch(trees, 2).tolist() == [[0, 2], [3, 1]]
 
 
+def test_visible_pairs_are_those_with_the_prompt_too():
+    """Two branches of 20 behind a prompt of 60 see more than ones of 60 and 30 behind one of 10."""
+    sizes = make_sizes(
+        (10, 0, [90, 0, 0]), (60, 0, [20, 20, 0]), (10, 0, [60, 30, 0]), (10, 0, [30] * 3)
+    )
+    found = plan(sizes, microbatch_size=2)
+    trees = np.array([parts[0].tree for parts in found.rows])
+    assert [sorted(each) for each in split_batch(trees, 2).tolist()] == [[0, 1], [2, 3]]
+
+
 def test_rows_of_one_microbatch_are_as_short_as_their_trees():
     """Four trees of 40 for four shards: rows of 40, not one full row and three empty ones."""
     found = plan(make_sizes(*[(10, 0, [30])] * 4), microbatch_size=4)

@@ -5,6 +5,8 @@ from care_jax.rewards.symbolic import Comparison
 
 EQUAL = [
     ("7", "7"),
+    ("\\{7.0\\}", "7"),
+    ("\\begin{pmatrix}1 m & 2\\end{pmatrix}", "\\begin{pmatrix}100 cm & 2\\end{pmatrix}"),
     ("\\boxed{7}", "7"),
     ("$\\text{NET Excellent/good}$", "NET Excellent/ good"),
     ("1,234.50", "1234.5"),
@@ -602,6 +604,7 @@ EQUAL = [
     ("①③", "(1)(3)"),
 ]
 DIFFERENT = [
+    ("\\begin{pmatrix}1 & 2\\end{pmatrix}", "\\begin{pmatrix}1 \\\\ 2\\end{pmatrix}"),
     ("101₂", "1012"),
     ("", "7"),
     ("8", "7"),
@@ -1187,6 +1190,7 @@ ASKED_EQUAL = [
     ("A-(B+C)", "A-B-C"),
     # exact and rounded values
     ("12\\pi \\approx 37.7", "37.7"),
+    ("12\\pi cm ≈ 37.7 cm", "37.7"),
     ("2\\sqrt3 ≈ 3.46", "2\\sqrt3"),
     ("x = 2\\sqrt3 ≈ 3.464", "\\sqrt{12}"),
     ("θ = \\arctan(3/4) ≈ 36.9°", "\\arctan\\frac34"),
