@@ -34,18 +34,11 @@ from care_jax.report.metrics import MetricWriter
 from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import interrupts, lock, space, terminal, weights
+from care_jax.run.progress import saved_steps
 from care_jax.run.reward_trial import check_reward
-from care_jax.run.run import (
-    Run,
-    check_given,
-    check_workdir,
-    has_checkpoint,
-    is_cold_start_unread,
-    open_run,
-    read_by,
-    verifier_of,
-)
+from care_jax.run.run import Run, open_run, verifier_of
 from care_jax.run.versions import write_config, write_start
+from care_jax.run.workdir import check_given, check_workdir, is_cold_start_unread, read_by
 from care_jax.stages import evaluate, export, rl, sft
 from models.backbone import Params
 
@@ -197,7 +190,7 @@ def _run_each(
             last, trained = stage, (*trained, stage)
         elif stage == "evaluate":
             later = [name for name in stages[number:] if name in TRAINING]
-            is_past = any(has_checkpoint(run, name) for name in later)
+            is_past = any(saved_steps(run.workdir, name) for name in later)
             results[last] = evaluate.evaluate_stage(
                 run, evaluator, params, name=last, is_past=is_past
             )
@@ -218,7 +211,7 @@ def _trained(
 ) -> Params:
     """The weights after a stage that trains; those before a cold start that RL is past."""
     if stage == "sft" and is_cold_start_unread(run):
-        if not has_checkpoint(run, stage):
+        if not saved_steps(run.workdir, stage):
             print_line("the cold start's checkpoints are gone; RL goes on from its own")
         return params
     if (done := weights.finished(run, stage)) is not None:

@@ -30,17 +30,15 @@ from care_jax.prompts.rendering import image_line, rendered, resized_images
 from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run import space
 from care_jax.run.policy import decode_shardings
+from care_jax.run.progress import saved_steps
 from care_jax.run.run import (
     Run,
     abstract_params,
     abstract_state,
-    check_workdir,
     compile_to_decode_layout,
-    has_checkpoint,
     make_adamw,
-    saved_steps,
-    trained_stages,
 )
+from care_jax.run.workdir import check_workdir, trained_stages
 
 NUM_ROWS = 2  # shown per source
 _MOST_TRIED = 64  # rows tokenised to find usable ones
@@ -220,7 +218,7 @@ def _files(run: Run) -> Iterator[str]:
             + (f"resumes from step {max(saved)}" if saved else "none yet")
         )
     # The weights that an evaluation before any training uses, see `run.weights.find`.
-    found = [stage for stage in TRAINING if has_checkpoint(run, stage)]
+    found = [stage for stage in TRAINING if saved_steps(run.workdir, stage)]
     last = f"{found[-1]} (export.step {config.export.step!r})" if found else "start"
     if any(stage in TRAINING for stage in config.stages):
         last = "start"

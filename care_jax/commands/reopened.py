@@ -27,7 +27,8 @@ from care_jax.rl.rollout import verify
 from care_jax.rl.rollout_programs import RolloutPrograms
 from care_jax.run import weights
 from care_jax.run.policy import check_policy
-from care_jax.run.run import Run, check_given, open_run
+from care_jax.run.run import Run, open_run
+from care_jax.run.workdir import check_given
 from models import backbone
 
 _DEFAULT = "configs/repair.py"

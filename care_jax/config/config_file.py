@@ -86,7 +86,7 @@ def _of_run(file: str) -> ConfigDict:
     try:
         fields = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
         del fields["versions"]  # which every config.json of a run has
-        fields.pop("given", None)  # what came from Python, see `run.check_given`
+        fields.pop("given", None)  # what came from Python, see `run.workdir`
         backbone = fields["model"].pop("backbone")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(

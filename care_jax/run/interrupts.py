@@ -10,7 +10,7 @@ import threading
 import time
 from typing import NoReturn
 
-from care_jax.run.run import saved_steps
+from care_jax.run.progress import saved_steps
 
 STATUS = 130  # as shells report it
 _SAME = 0.5  # seconds; a second signal within them is the first, forwarded by a wrapper

@@ -1,4 +1,7 @@
-"""The JSON beside a step's state: of which model it is, its metadata and the run's settings."""
+"""Which steps of a stage are saved, and the JSON beside a step's state.
+
+It says of which model the state is, and has its metadata and the run's settings.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax.traverse_util import flatten_dict
+
+
+def checkpoint_folder(workdir: pathlib.Path, stage: str) -> pathlib.Path:
+    """The folder of the checkpoints of a stage, "sft" or "rl"; it need not exist."""
+    return workdir / "checkpoints" / stage
+
+
+def saved_steps(workdir: pathlib.Path, stage: str) -> list[int]:
+    """The steps of a stage whose checkpoints are whole and not set aside, in order.
+
+    Orbax writes commit_success.txt last. On a bucket an unfinished save has a whole one's name.
+    """
+    files = checkpoint_folder(workdir, stage).glob("*/commit_success.txt")
+    names = [file.parent.name for file in files]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def read_progress(

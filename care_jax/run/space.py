@@ -10,14 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from care_jax.devices.flops import GIB
-from care_jax.run.run import (
-    Run,
-    abstract_params,
-    abstract_state,
-    make_adamw,
-    saved_steps,
-    trained_stages,
-)
+from care_jax.run.progress import saved_steps
+from care_jax.run.run import Run, abstract_params, abstract_state, make_adamw
+from care_jax.run.workdir import trained_stages
 
 _EXPORT_BYTES = 2  # of a parameter, in bfloat16
 

@@ -35,7 +35,8 @@ from care_jax.report.metrics import host_usage, on_host
 from care_jax.rewards.failures import RewardFailed
 from care_jax.run.checkpoint import Checkpoints, InFlightSave
 from care_jax.run.guards import SkippedUpdates, StateCheck, UpdateBatch
-from care_jax.run.run import Run, open_checkpoints
+from care_jax.run.run import Run
+from care_jax.run.workdir import open_checkpoints
 from models.attention.packed import AttentionImpl
 from models.backbone import Params
 

@@ -13,15 +13,9 @@ from care_jax.data.readers import hub
 from care_jax.devices import sharding
 from care_jax.run import guards, integrity, lock
 from care_jax.run.checkpoint import Checkpoints
-from care_jax.run.run import (
-    Run,
-    abstract_params,
-    checkpoint_folder,
-    has_checkpoint,
-    is_cold_start_unread,
-    open_checkpoints,
-    saved_steps,
-)
+from care_jax.run.progress import checkpoint_folder, saved_steps
+from care_jax.run.run import Run, abstract_params
+from care_jax.run.workdir import is_cold_start_unread, open_checkpoints
 from models import backbone, lora
 from models.backbone import Params
 
@@ -44,7 +38,7 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
         ValueError: there is no such checkpoint; the message lists the saved ones.
     """
     wanted = run.config.export.step
-    stages = trained or tuple(stage for stage in TRAINING if has_checkpoint(run, stage))
+    stages = trained or tuple(stage for stage in TRAINING if saved_steps(run.workdir, stage))
     if wanted == "last" and (trained or not stages):
         return Source(stages, None, name=stages[-1] if stages else "start")
     if not stages:
@@ -93,9 +87,9 @@ def start_of(run: Run, stage: str) -> Params:
     """The initial weights, or only their shapes if the first stage is resumed without them."""
     is_unread = False
     if stage == "sft":
-        is_unread = has_checkpoint(run, "sft") or is_cold_start_unread(run)
+        is_unread = saved_steps(run.workdir, "sft") or is_cold_start_unread(run)
     elif stage == "rl":
-        is_unread = has_checkpoint(run, "rl") and not run.has_reference_copy
+        is_unread = saved_steps(run.workdir, "rl") and not run.has_reference_copy
     return lora.without(abstract_params(run)) if is_unread else start(run)
 
 
@@ -121,7 +115,7 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
     for name in [stage] if stage else ["rl", "sft", "start"]:
         if name == "start":
             return start(run), name, run.config.model.path or "random weights"
-        if has_checkpoint(run, name):
+        if saved_steps(run.workdir, name):
             with lock.held(run.workdir), open_checkpoints(run, name) as saved:
                 step = saved.latest_whole_step()
                 assert step is not None  # else opening has raised
@@ -129,8 +123,8 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
                 params = _restored(run, saved, name, step, advice)
                 return lora.merged(params), name, f"{name} {step}"
     raise ValueError(
-        f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
-        "choose another --workdir or --stage"
+        f"expected a checkpoint in {checkpoint_folder(run.workdir, stage)}, found none; train "
+        "first, or choose another --workdir or --stage"
     )
 
 

@@ -21,8 +21,8 @@ from care_jax.prompts.release_tokenizer import processor_template
 from care_jax.report.console import print_line
 from care_jax.run import integrity
 from care_jax.run.policy import Policy
-from care_jax.run.progress import read_progress
-from care_jax.run.run import Run, checkpoint_folder, saved_steps
+from care_jax.run.progress import checkpoint_folder, read_progress, saved_steps
+from care_jax.run.run import Run
 from care_jax.run.weights import Source, restore
 from models import backbone, lora
 from models.release import peft_folder
@@ -61,13 +61,13 @@ def export_adapters(run: Run, source: Source) -> pathlib.Path:
     """
     last = source.stages[-1]
     step = source.step or max(saved_steps(run.workdir, last))
-    progress = read_progress(checkpoint_folder(run, last), step, run.fingerprint())
+    progress = read_progress(checkpoint_folder(run.workdir, last), step, run.fingerprint())
     before = progress.get("settings", {}).get("stages", ())
     if gone := [stage for stage in before if not saved_steps(run.workdir, stage)]:
         raise ValueError(
             f"the adapters of {last} stand on those of {gone[0]}, and the checkpoints in "
-            f"{checkpoint_folder(run, gone[0])} are gone; put them back, or use the export, which "
-            "has all weights"
+            f"{checkpoint_folder(run.workdir, gone[0])} are gone; put them back, or use the "
+            "export, which has all weights"
         )
     model, folder = run.config.model, run.workdir / "adapter"
     steps = [*((stage, None) for stage in before), (last, source.step)]

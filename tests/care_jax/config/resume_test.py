@@ -7,8 +7,8 @@ import pytest
 
 from care_jax import main
 from care_jax.config import resume
-from care_jax.run import run
 from care_jax.run.versions import write_config
+from care_jax.run.workdir import open_checkpoints
 from configs import common, tiny
 
 
@@ -132,7 +132,7 @@ def test_another_objective_in_a_finished_workdir_changes_nothing_there(
     assert (workdir / "config.json").read_text() == "as it was"
     assert not (workdir / "export").exists()
     with pytest.raises(ValueError, match=message):
-        run.open_checkpoints(make_run({"seed": 3}), "rl")
+        open_checkpoints(make_run({"seed": 3}), "rl")
 
 
 def test_config_json_has_the_versions_and_is_whole_at_any_time(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from care_jax.devices.sharding import abstract
 from care_jax.learning.optimizer import make_optimizer
 from care_jax.run import checkpoint, integrity, mounts
 from care_jax.run.checkpoint import Checkpoints, InFlightSave
-from care_jax.run.run import saved_steps
+from care_jax.run.progress import saved_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 FINGERPRINT = {"family": "qwen2_5_vl", "text": {"hidden_size": 64, "mrope_section": (2, 3, 3)}}

@@ -14,7 +14,8 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.run import guards, weights
 from care_jax.run.guards import Measured
-from care_jax.run.run import abstract_params, make_adamw, open_checkpoints, start_state
+from care_jax.run.run import abstract_params, make_adamw, start_state
+from care_jax.run.workdir import open_checkpoints
 
 FACTORS = dict(log_vocabulary=math.log(600), max_norm_factor=10.0, max_loss_factor=2.0)
 

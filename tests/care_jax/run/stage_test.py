@@ -15,8 +15,8 @@ from care_jax.learning.train_step import TrainState
 from care_jax.rewards.failures import RewardFailed
 from care_jax.run import integrity
 from care_jax.run.checkpoint import Checkpoints
-from care_jax.run.run import open_checkpoints
 from care_jax.run.stage import open_stage
+from care_jax.run.workdir import open_checkpoints
 
 EVERY_OTHER = {"rl.eval_every": 2, "checkpoint_every": 100, "keep_checkpoints": 1}
 

@@ -15,7 +15,8 @@ from scripted import make_step
 from care_jax.devices import sharding
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
-from care_jax.run.run import Run, abstract_params, open_checkpoints
+from care_jax.run.run import Run, abstract_params
+from care_jax.run.workdir import open_checkpoints
 from care_jax.stages import export
 from configs import common, tiny
 from models import backbone
