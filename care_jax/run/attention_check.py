@@ -22,7 +22,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.report.console import print_line
 from care_jax.run.run import Run
 from models.attention.cached import attend_cached, cache_mask, stored_keys, whole_blocks
-from models.attention.packed import AttentionImpl, largest_difference
+from models.attention.packed import AttentionImpl, largest_difference, relative_difference
 
 # Relative to the largest entry. Rounding gives 1e-2 in bfloat16, and 1e-3 if float32 matmuls are
 # computed at reduced precision; a wrong mask gives about 1.
@@ -144,9 +144,9 @@ def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Attentio
 def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
     """Compares the device's kernel and XLA in one decode step.
 
-    Returns the largest difference in a layer relative to the largest entry, and the times of all
-    layers in ms. A call of one layer would take no longer than the host to start it, and the list
-    of blocks to read is made once for all layers.
+    Returns the `relative_difference` of a layer's outputs, and the times of all layers in ms. A
+    call of one layer would take no longer than the host to start it, and the list of blocks to read
+    is made once for all layers.
 
     Raises:
         NotCompiled: on every process, if the kernel does not compile on one of them.
@@ -172,12 +172,8 @@ def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float
                 _compiled(attend, layers, *stored)
         return lambda num_layers: attend(num_layers, *stored)
 
-    def difference(a, b):
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.abs(a - b).max() / jnp.abs(b).max()
-
     both = attended(impl), attended(xla)
-    apart = float(jax.jit(difference)(*(of(1) for of in both)))
+    apart = float(jax.jit(relative_difference)(*(of(1) for of in both)))
     times = [_milliseconds(functools.partial(of, num_layers)) for of in both]
     return apart, *distributed.gather_json(times)[0]  # every process must use the same
 

@@ -18,7 +18,7 @@ from care_jax.devices import sharding
 from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run import attention_check
 from care_jax.run.run import Run
-from models.attention.packed import AttentionImpl, attend, block_mask
+from models.attention.packed import AttentionImpl, attend, block_mask, relative_difference
 from models.grouped import grouped
 from perf.first_hour import backbone
 from perf.first_hour.parts import attempt
@@ -62,7 +62,7 @@ def heads_of(kernel: str, run: Run) -> tuple[int, int, int]:
 def _packed(run: Run, heads, size: int, row_of: Callable) -> dict[str, Any]:
     """Of rows of `size` tokens or patches.
 
-    Differences are max |a - b| / max |b|, of the output ("forward") and of the gradients of
+    Differences are `relative_difference`, of the output ("forward") and of the gradients of
     queries, keys and values ("backward").
     """
     impl, xla = (run.attention(name=name) for name in ("kernel", "xla"))
@@ -119,7 +119,7 @@ def experts(
         return jax.jit(functools.partial(gradients, product))
 
     pairs = zip(both(grouped)(lhs, kernels, g), both(in_float32)(lhs, kernels, g), strict=True)
-    apart = [float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max()) for a, b in pairs]
+    apart = [float(relative_difference(a, b)) for a, b in pairs]
     times = (
         best_seconds(functools.partial(both(product), lhs, kernels, g))
         for product in (grouped, jax.lax.ragged_dot)
@@ -167,8 +167,7 @@ def differences(run: Run, impl: AttentionImpl, first, last, heads) -> tuple[floa
         mask = block_mask(first, last, heads[1], impl)
         ours = _with_gradients(lambda q, k, v: attend(q, k, v, mask), *arrays)
         theirs = _with_gradients(lambda q, k, v: dense(q, k, v, first, last), *arrays)
-        pairs = ((x.astype(jnp.float32) for x in pair) for pair in zip(ours, theirs, strict=True))
-        return [jnp.abs(a - b).max() / jnp.abs(b).max() for a, b in pairs]
+        return [relative_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
 
     forward, *backward = map(float, apart(*_arrays(run, first, last, heads)))
     return forward, max(backward)
