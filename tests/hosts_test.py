@@ -135,6 +135,13 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path, monkeypatch, car
 
 
 @pytest.mark.exhaustive
+def test_two_processes_say_what_they_would_do(tmp_path):
+    ends = [end_of(process) for process in launch_two(tmp_path / "two", "--dry_run")]
+    assert [status for status, _ in ends] == [0, 0], ends
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.exhaustive
 def test_two_processes_draw_until_both_are_full(tmp_path):
     """Each step has two in five groups mixed; it takes batches until the slower process is full."""
     changes = {"stages": ("rl",), "rl.objective": "dapo", "dapo.max_tries": 12}

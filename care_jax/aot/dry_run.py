@@ -182,7 +182,7 @@ def _memory(run: Run) -> Iterator[str]:
         yield f"{_gib(num_bytes)} weights for decoding"
         most = max(shapes.slot_bytes(run, sizes) for sizes in rollout_sizes(run))
         yield f"{_gib(most)} KV caches and slots of rl.decode_prompts prompts of the largest bucket"
-    stats = run.mesh.devices.flat[0].memory_stats() or {}
+    stats = run.mesh.local_devices[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         yield f"{_gib(limit)} there are"
     if _num_parameters(abstract_params(run)) <= _CHEAP:

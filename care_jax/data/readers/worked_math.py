@@ -3,7 +3,8 @@
 GSM8K (openai/gsm8k): `question`, and `answer`, a solution with calculator notes `<<6*7=42>>` and
 the number after `####`. MATH (DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500):
 `problem`, and `solution` with the answer in its last `\\boxed{}`, or also in `answer`. Both come as
-JSON lines or parquet. A response is `<{think_tag}>solution</{think_tag}><answer>answer</answer>`.
+JSON lines or parquet; GSM8K has a Socratic configuration besides `main/`, and MATH-lighteval the
+problems of `data/` again by subject. A response is `<{think_tag}>solution</{think_tag}><answer>answer</answer>`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
 def open_gsm8k(path: str, *, split: str = "", think_tag: str = "think") -> Rows:
-    """The questions of GSM8K, whose main configuration is read, not the Socratic one.
+    """The questions of GSM8K; of a release its folder `main/` is read.
 
     Args:
         path: a file, a folder of the release, or its hub id.
@@ -34,18 +35,22 @@ def open_gsm8k(path: str, *, split: str = "", think_tag: str = "think") -> Rows:
     Raises:
         ValueError: there are no such files, or no split is given and there are several.
     """
-    release = hub.find(path, ["main/*.parquet"])
-    main = release / "main"
-    return _open(main if main.is_dir() else release, "gsm8k", _of_gsm8k, split, think_tag)
+    folder = _folder(hub.find(path, ["main/*.parquet"]), "main")
+    return _open(folder, "gsm8k", _of_gsm8k, split, think_tag)
 
 
 def open_math(path: str, *, split: str = "", think_tag: str = "think") -> Rows:
     """The problems of MATH; `level`, `type` and `subject` stay in `Example.extra`.
 
-    Args, errors: as of `open_gsm8k`.
+    Args, errors: as of `open_gsm8k`; of a release its folder `data/`, if it has one.
     """
-    release = hub.find(path, ["**/*.parquet", "*.jsonl"])
-    return _open(release, "math", _of_math, split, think_tag)
+    folder = _folder(hub.find(path, ["data/*.parquet", "*.parquet", "*.jsonl"]), "data")
+    return _open(folder, "math", _of_math, split, think_tag)
+
+
+def _folder(release: pathlib.Path, configuration: str) -> pathlib.Path:
+    folder = release / configuration
+    return folder if folder.is_dir() else release
 
 
 def _open(

@@ -66,6 +66,16 @@ def test_a_release_in_parquet_has_its_splits_and_the_main_configuration(tmp_path
     assert len(open_source("gsm8k", path=str(tmp_path), split="all")) == 2
 
 
+def test_problems_that_a_release_has_again_by_subject_are_read_once(tmp_path, write_parquet):
+    types = dict.fromkeys(MATH, pa.string())
+    for folder in ("algebra", "data", "geometry"):
+        for split in ("train", "test"):
+            path = tmp_path / folder / f"{split}-00000-of-00001.parquet"
+            write_parquet(path, [MATH | {"type": folder}], types)
+    (row,) = open_source("math", path=str(tmp_path), split="test")
+    assert row.extra["type"] == "data"
+
+
 def test_a_folder_of_json_lines_has_a_file_for_each_split(tmp_path):
     write_lines(tmp_path / "train.jsonl", MATH)
     write_lines(tmp_path / "test.jsonl", MATH_500, MATH_500)
