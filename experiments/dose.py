@@ -4,10 +4,11 @@
         --first_seed=100 --arms=misread_grpo_1.25,...        (the rates, by task and objective)
     python -m experiments.sweep --experiment=experiments/dose.py --base=repair --seeds=8 --arms=...
 
-Four tasks on `configs/repair.py` differ in where failures come from: (misread, error) is the share
-of the teacher's responses with a wrong reading, and of the others with a wrong result, in every
-kind of question. A tenth of the responses are lucky: a wrong reading, a wrong step, the right
-answer. The cue is not taught, which would favour objectives that give rationales credit.
+Four tasks on `configs/repair.py` differ in where failures come from. A tenth of the teacher's
+responses are lucky: a wrong reading, a wrong step, the right answer. Of the others, (misread,
+error) is the share with a wrong reading, and of those that read rightly the share with a wrong
+result, in every kind of question. The cue is not taught, which would favour objectives that give
+rationales credit.
 
 1. Rates: 1.25e-4, 2.5e-4 and 5e-4 for every arm and task, on seeds 100 to 102; the one with the
    highest mean over the steps is taken. Then eight other seeds, 100 steps, 2048 sampled questions.

@@ -153,7 +153,7 @@ def train_step(
         ratios = {
             "policy_loss": (-terms.sum(), batch.prompt_weight.sum()),
             "entropy": _mean(entropy, batch.is_trained),
-            "kl_old": _mean(kl_of(logp, batch.old_logp), batch.is_trained),
+            "kl_old": _mean(kl_of(batch.old_logp, logp), batch.is_trained),
             "clip_rate": _mean(clipped, has_credit),
             "clip_rate_negative_answer": _mean(clipped, is_negative_answer),
             "rationale_share": (jnp.where(batch.is_answer, 0.0, credit).sum(), credit.sum()),

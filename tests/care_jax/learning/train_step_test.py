@@ -45,8 +45,9 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(scored, update_of
         at = prompt, row, token
         ratio, a = np.exp(logp[at] - b.old_logp[at]), b.token_advantage[at]
         total -= b.row_weight[prompt, row] * min(ratio * a, np.clip(ratio, 0.8, 1.28) * a)
-        for name, other in (("kl_ref", b.ref_logp), ("kl_old", b.old_logp)):
-            d = other[at] - logp[at]
+        # Tokens are of π_old, from which the one is measured, and to which the loss corrects.
+        apart = {"kl_ref": b.ref_logp[at] - logp[at], "kl_old": logp[at] - b.old_logp[at]}
+        for name, d in apart.items():
             sums[name].append(np.exp(d) - d - 1)
         sums["entropy"].append(entropy[at])
         credit = b.row_weight[prompt, row] * max(a, 0)
