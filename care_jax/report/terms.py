@@ -42,7 +42,7 @@ METRICS = (
     ("learning_rate", "Learning rate, mean over the step's updates."),
     ("skipped_updates", "Updates skipped since the last line, as loss or gradient was not finite."),
     ("kl_ref", "KL estimate (k3) from the policy to the reference, in nats per token."),
-    ("kl_old", "KL estimate (k3) from the policy to π_old, in nats per token."),
+    ("kl_old", "KL estimate (k3) from π_old to the policy before an update, in nats per token."),
     ("mismatch/kl", "KL estimate (k3) from the sampler to the trainer before an update, in nats."),
     ("mismatch/mean", "Mean |Δp| of sampled tokens between sampler and trainer, before an update."),
     ("mismatch/p99", "99th percentile of |Δp| between sampler and trainer."),
