@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from care_jax.batch import Credit, HostOrDevice, RawAdvantages, Rollouts, Scores, Subgroup
 from care_jax.method import advantages, objective
@@ -127,14 +127,10 @@ def care_credit(
     weights = _over_rows(weights_of)(*spans, success == 1)
     shared_out = functools.partial(objective.token_advantages, eps_w=settings.eps_w)
     in_subgroup = advantage != 0
-    num_members = in_subgroup.sum(-1).astype(jnp.float32)
-    row_weight, prompt_weight = in_subgroup.astype(jnp.float32), num_members
     is_trained = is_sampled & is_judged(scores)[..., None]
-    if settings.mean == "prompt":
-        row_weight = row_weight / jnp.maximum(num_members, 1)[:, None]
-        prompt_weight = (num_members > 0).astype(jnp.float32)
-    elif settings.mean == "tokens":
-        prompt_weight = is_trained.sum((1, 2)).astype(jnp.float32)
+    row_weight, prompt_weight = _mean_weights(
+        settings.mean, in_subgroup, num_tokens=is_trained.sum((1, 2))
+    )
     if settings.kl_rows == "subgroup":
         is_trained = is_trained & in_subgroup[..., None]
     return Credit(
@@ -144,6 +140,18 @@ def care_credit(
         prompt_weight=prompt_weight,
         is_trained=is_trained,
     )
+
+
+def _mean_weights(
+    mean: str, in_subgroup: Bool[Array, "B R"], *, num_tokens: Int[Array, " B"]
+) -> tuple[Float[Array, "B R"], Float[Array, " B"]]:
+    """Row and prompt weights of one of MEANS, see `care_credit`; `num_tokens`: sampled ones."""
+    members = in_subgroup.astype(jnp.float32)
+    num_members = members.sum(-1)
+    if mean == "prompt":
+        prompt_weight = (num_members > 0).astype(jnp.float32)
+        return members / jnp.maximum(num_members, 1)[:, None], prompt_weight
+    return members, num_members if mean == "batch" else num_tokens.astype(jnp.float32)
 
 
 def care_raw_advantages(
