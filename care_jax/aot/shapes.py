@@ -148,6 +148,7 @@ def train_batch(run: Run, size: int) -> TrainBatch:
         **dict.fromkeys(("is_trained", "is_compared", "is_answer"), tokens(jnp.bool)),
         prompt_weight=on_batch(rows_sharding, size)(jnp.float32),
         drawn_logp=None if run.objective.correction == "none" else tokens(jnp.float32),
+        is_fresh=tokens(jnp.bool) if rl.carry_over else None,
         routes=routes,
     )
 

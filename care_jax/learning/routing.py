@@ -26,14 +26,19 @@ def of_load(load: Float[Array, "L E"]) -> dict[str, Float[Array, ""]]:
 
 
 def differing(
-    chosen: Int[Array, "B S L K"], routes: Int[Array, "B S L K"]
+    chosen: Int[Array, "B S L K"],
+    routes: Int[Array, "B S L K"],
+    is_fresh: Bool[Array, "B S"] | None = None,
 ) -> dict[str, tuple[Float[Array, ""], Float[Array, ""]]]:
     """How often sampler (`routes`) and trainer (`chosen`) route a token to different experts.
 
     The share of pairs of token and layer, and of tokens with such a layer, among those with a
-    route, as numerators and denominators. The order of a token's experts does not matter.
+    route, as numerators and denominators. The order of a token's experts does not matter. Tokens
+    of `TrainBatch.is_fresh` alone count, since older weights may have routed the others.
     """
     has_route = routes[..., 0] >= 0
+    if is_fresh is not None:
+        has_route &= is_fresh[..., None]
     is_other = has_route & (jnp.sort(chosen, -1) != jnp.sort(routes, -1)).any(-1)
     pairs = {
         "routes/differ": (is_other, has_route),

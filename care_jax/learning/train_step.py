@@ -167,7 +167,7 @@ def train_step(
             num_experts = config.text.num_experts
             ratios[routing.LOAD] = routing.load(chosen, batch.rows.branch >= 0, num_experts)
             if batch.routes is not None:
-                ratios |= routing.differing(chosen, batch.routes)
+                ratios |= routing.differing(chosen, batch.routes, batch.is_fresh)
         return loss, (ratios, scored)
 
     state, metrics, logp = update(

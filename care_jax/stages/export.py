@@ -73,8 +73,14 @@ def export_adapters(run: Run, source: Source) -> pathlib.Path:
     steps = [*((stage, None) for stage in before), (last, source.step)]
     adapters = [restore(run, stage, step, of=lora.only) for stage, step in steps]
     change, alpha = lora.concatenated(adapters), model.lora_alpha * len(adapters)
-    peft_folder.export(folder, change, run.policy.config, alpha=alpha, base=model.path)
+    peft_folder.export(folder, change, run.policy.config, alpha=alpha, base=base_of(model.path))
     return folder
+
+
+def base_of(path: str) -> str:
+    """`model.path` as other programs find it from any folder: absolute, or the hub id it is."""
+    local = pathlib.Path(path).expanduser()
+    return str(local.resolve()) if path and local.exists() else path
 
 
 def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.Path:

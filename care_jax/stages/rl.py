@@ -110,8 +110,7 @@ def train(
 
             groups = assign_credit(run, programs, choose_mixed(draws))
             everyone = gather_groups(groups)
-            # The log needs their numbers; images of DAPO's draws would fill the memory of a host.
-            draws = [dataclasses.replace(each, prompts=None, examples=None) for each in draws]
+            draws = list(map(_for_the_log, draws))
             plans, updates = _update(step, stage, programs, reference, groups, everyone, log)
             log.updating()
             carried = carried and carried.aged()
@@ -120,6 +119,12 @@ def train(
         log.close()
         stage.saved_beside = lambda: None  # a cycle with `rollout` would keep the state on devices
     return lora.merged(stage.state.params)
+
+
+def _for_the_log(groups: Groups) -> Groups:
+    """Without images and routes, which for all of DAPO's draws would fill the memory of a host."""
+    rollouts = dataclasses.replace(groups.rollouts, routes=None)
+    return dataclasses.replace(groups, rollouts=rollouts, prompts=None, examples=None)
 
 
 def _update(

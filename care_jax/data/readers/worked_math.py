@@ -4,7 +4,8 @@ GSM8K (openai/gsm8k): `question`, and `answer`, a solution with calculator notes
 the number after `####`. MATH (DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500):
 `problem`, and `solution` with the answer in its last `\\boxed{}`, or also in `answer`. Both come as
 JSON lines or parquet; GSM8K has a Socratic configuration besides `main/`, and MATH-lighteval the
-problems of `data/` again by subject. A response is `<{think_tag}>solution</{think_tag}><answer>answer</answer>`.
+problems of `data/` again by subject. A response is
+`<{think_tag}>solution</{think_tag}><answer>answer</answer>`.
 """
 
 from __future__ import annotations

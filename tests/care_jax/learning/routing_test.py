@@ -21,6 +21,13 @@ def test_load_counts_the_tokens_of_each_expert_and_no_padding():
 def test_tokens_differ_by_their_sets_of_experts_where_they_have_a_route():
     """The first token has the same sets in another order, the second another in one layer."""
     routes = jnp.array([[[[1, 0], [3, 2]], [[0, 2], [2, 3]], [[-1, -1], [-1, -1]]]], jnp.int16)
-    found = routing.differing(CHOSEN, routes)
-    shares = {name: float(some / all) for name, (some, all) in found.items()}
-    assert shares == pytest.approx({"routes/differ": 1 / 4, "routes/differ_anywhere": 1 / 2})
+    for is_fresh, differ, anywhere in (
+        (None, 1 / 4, 1 / 2),
+        ([True, True, True], 1 / 4, 1 / 2),
+        ([True, False, True], 0, 0),
+        ([False, True, True], 1 / 2, 1),
+    ):
+        is_fresh = is_fresh and jnp.array([is_fresh])
+        found = routing.differing(CHOSEN, routes, is_fresh)
+        shares = {name: float(some / all) for name, (some, all) in found.items()}
+        assert shares == {"routes/differ": differ, "routes/differ_anywhere": anywhere}

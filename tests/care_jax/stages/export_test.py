@@ -253,3 +253,13 @@ def test_a_line_says_which_weights_were_exported(make_run, monkeypatch, capsys, 
     run = make_run({})
     export.export_stage(run, {}, Source(stages, step, name="x"))
     assert capsys.readouterr().out == f"{said}{run.workdir / 'export'}\n"
+
+
+def test_an_adapter_names_its_base_as_other_programs_find_it(tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for path in ("base", "~/base", str(tmp_path / "base")):
+        assert export.base_of(path) == str(tmp_path / "base")
+    for path in ("", "Qwen/Qwen2.5-VL-3B-Instruct"):
+        assert export.base_of(path) == path
