@@ -241,7 +241,9 @@ def _rollout_programs(
         sizes = rollout_sizes(run)[number]
         return _decode_programs(run, programs, params, kept, name, sizes, *schedules)
 
-    compiled = decoding("rl decode", 0, kept, largest.decoding, expected and expected.decoding)
+    # DAPO's later draws decode beside the slots of the last step and those of the last draw.
+    drawing = kept + between if run.objective.max_tries > 1 else kept
+    compiled = decoding("rl decode", 0, drawing, largest.decoding, expected and expected.decoding)
     if shapes.num_rows(run) > rl.num_rollouts:
         schedules = largest.reflecting, expected and expected.reflecting
         compiled += decoding("rl reflect", 1, kept + between, *schedules)  # those of both steps

@@ -15,7 +15,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 # Modules that may be imported to look for a type, and all else that rebuilds an array or a path.
 _MODULES = ("care_jax", "PIL", "numpy", "ml_dtypes", "pathlib", "builtins")
@@ -23,6 +23,7 @@ _ARRAY = np.zeros(1)
 _BUILT = (
     *(np.ndarray, np.dtype, _ARRAY.__reduce__()[0], _ARRAY[0].__reduce__()[0]),
     *(_ARRAY.__reduce_ex__(5)[0], bytes, bytearray, type(pathlib.Path())),
+    Image.Image,
     ml_dtypes.bfloat16,  # of a model that computes in it, the patches
 )
 
@@ -43,6 +44,11 @@ class _Writer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, zipfile.Path):  # an open archive cannot be sent, its image can
             return bytes, (value.read_bytes(),)
+        if isinstance(value, Image.Image):
+            # Its metadata may have values of any type; of an upright image only this one is used.
+            image = ImageOps.exif_transpose(value) if value.format else value.copy()
+            image.info = {key: x for key, x in image.info.items() if key == "transparency"}
+            return Image.Image, (), image.__getstate__()
         return NotImplemented
 
 
@@ -59,9 +65,8 @@ class _Reader(pickle.Unpickler):
 
 
 def _is_data(found: Any) -> bool:
-    """Whether it is a type of image, or of frozen records of this project."""
+    """Whether it is a type of frozen records of this project."""
     if not isinstance(found, type):
         return False
     is_own = found.__module__.startswith("care_jax.") and dataclasses.is_dataclass(found)
-    is_record = is_own and vars(found)["__dataclass_params__"].frozen
-    return is_record or issubclass(found, Image.Image)
+    return is_own and vars(found)["__dataclass_params__"].frozen

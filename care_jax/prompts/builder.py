@@ -51,6 +51,7 @@ class TokenizedPrompt:
     tokens: Int[np.ndarray, " L"]  # with one image token per merged image feature
     grids: Int[np.ndarray, "I 3"]  # (frames, rows, columns) of each image, in patches
     patches: Float[np.ndarray, "n C"]  # of all images, concatenated
+    image_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of each image as it was read
 
 
 def continued(prompt: TokenizedPrompt, context: Int[np.ndarray, " c"]) -> TokenizedPrompt:
@@ -191,14 +192,18 @@ class PromptBuilder:
             return self._without_images(tokens)
         statistics: Any = {"mean": tower.image_mean, "std": tower.image_std}
         settings = {**self._limits(example), **statistics, "dtype": self.patch_dtype}
-        pairs = [to_patches(open_image(image), vision, **settings) for image in example.images]
-        patches, grids = zip(*pairs, strict=True)
+
+        def read(image):
+            opened = open_image(image)
+            return *to_patches(opened, vision, **settings), opened.size
+
+        patches, grids, image_sizes = zip(*map(read, example.images), strict=True)
         grids = np.stack(grids)
         repeats = np.ones(len(tokens), np.int64)
         repeats[is_image] = grids.prod(-1) // vision.merge_size**2
         # Avoid copying megabytes if there is only one image.
         patches = patches[0] if len(patches) == 1 else np.concatenate(patches)
-        return TokenizedPrompt(np.repeat(tokens, repeats), grids, patches)
+        return TokenizedPrompt(np.repeat(tokens, repeats), grids, patches, image_sizes)
 
     def measure(self, example: Example) -> tuple[int, int]:
         """Number of tokens and patches that `tokenize` would give; reads only image headers."""

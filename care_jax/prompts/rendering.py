@@ -31,18 +31,18 @@ def rendered(prompt: TokenizedPrompt, token_bytes: Sequence[bytes], config: Back
 def resized_images(
     example: Example, prompt: TokenizedPrompt, config: BackboneConfig
 ) -> list[dict[str, Any]]:
-    """Of each image (width, height) in pixels, `given` in its file and `resized`, and its `tokens`.
+    """Of each image (width, height) in pixels, `given` upright and `resized`, and its `tokens`.
 
-    A photo with an EXIF orientation is turned before it is resized. `given` is None if the file
-    has gone since it was read.
+    The files are opened only for a prompt without `image_sizes`; `given` is None if one has gone.
     """
     images = []
-    for image, (frames, rows, columns) in zip(example.images, prompt.grids.tolist(), strict=True):
+    sizes = prompt.image_sizes or map(_size, example.images)
+    for size, (frames, rows, columns) in zip(sizes, prompt.grids.tolist(), strict=True):
         assert config.vision is not None  # it read the images
         side = config.vision.patch_size
         images.append(
             {
-                "given": _given(image),
+                "given": size and list(size),
                 "resized": [columns * side, rows * side],
                 "tokens": frames * rows * columns // config.merge_size**2,
             }
@@ -56,8 +56,8 @@ def image_line(image: dict[str, Any]) -> str:
     return f"{given} resized to {resized}, {image['tokens']} tokens"
 
 
-def _given(image: AnyImage) -> list[int] | None:
+def _size(image: AnyImage) -> tuple[int, int] | None:
     try:
-        return list(image_size(image))
+        return image_size(image)
     except Unusable:
         return None

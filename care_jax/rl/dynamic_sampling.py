@@ -43,7 +43,7 @@ def draw_groups(
     """The rollout batches of a step: one, or with DAPO as many as fill it with mixed groups.
 
     Draw t of step s uses batch s + t·2^24 of the stream and the random key of that number, which no
-    other draw or step uses. If nothing was judged so far, it draws no more.
+    other draw or step uses.
 
     Args:
         params: in the decode layout.
@@ -63,21 +63,22 @@ def draw_groups(
         return roll_out(run, programs, params, rng, groups, verifier, carried)
 
     draws = [draw(*first)]
-    while len(draws) < run.objective.max_tries and is_judged(draws) and not is_full(draws):
+    while len(draws) < run.objective.max_tries and not is_full(draws):
         number = first[0] + len(draws) * _MOST_STEPS
         draws.append(draw(number, *batches.batch(number)))
     return draws, carried
 
 
 def is_full(draws: Sequence[Groups]) -> bool:
-    """Whether every process has enough mixed groups; all processes get the same answer."""
-    num_missing = len(draws[0].index) - sum(int(_is_mixed(groups).sum()) for groups in draws)
+    """Whether every process has enough mixed groups; all processes get the same answer.
+
+    A process without any verdict counts as full: while its reward function fails, more draws do not
+    help.
+    """
+    num_missing = 0
+    if any(groups.is_judged.any() for groups in draws):
+        num_missing = len(draws[0].index) - sum(int(_is_mixed(groups).sum()) for groups in draws)
     return max(distributed.gather_json(num_missing)) <= 0
-
-
-def is_judged(draws: Sequence[Groups]) -> bool:
-    """Whether any response of any process was judged; all processes get the same answer."""
-    return any(distributed.gather_json(any(bool(each.is_judged.any()) for each in draws)))
 
 
 def choose_mixed(draws: Sequence[Groups]) -> Groups:

@@ -57,8 +57,20 @@ def compiled(*flags, compiler=LIBTPU, config="configs/tiny.py"):
     return result.returncode, rows, result.stdout + result.stderr
 
 
-def test_slots_that_are_carried_over_are_counted_where_they_are(make_run, monkeypatch):
-    """While a step decodes and updates one set of them, while it reflects that of both steps."""
+DAPO = {"rl.objective": "dapo"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"rl decode": 1000, "rl reflect": 2000, "evaluate": 1000}),
+        (DAPO, {"rl decode": 2000, "evaluate": 1000}),
+        (DAPO | {"dapo.max_tries": 1}, {"rl decode": 1000, "evaluate": 1000}),
+    ],
+    ids=["care", "dapo", "dapo_of_one_draw"],
+)
+def test_carried_slots_are_counted_where_they_are(make_run, monkeypatch, changes, expected):
+    """One set while a step decodes and updates; two while it reflects or draws again."""
     kept, carried = {}, 0
 
     def decode_programs(run, programs, params, num_bytes, name, *_):
@@ -68,7 +80,8 @@ def test_slots_that_are_carried_over_are_counted_where_they_are(make_run, monkey
     monkeypatch.setattr(compile, "_decode_programs", decode_programs)
     monkeypatch.setattr(compile, "_slots_between", lambda *_: carried)
     monkeypatch.setattr(compile, "_compile", lambda program, *_: (program, {}))
-    run, step = make_run({"stages": ("rl",), "rl.eval_every": 5}), StepSizes((), None, None, 0)
+    run = make_run({"stages": ("rl",), "rl.eval_every": 5} | changes)
+    step = StepSizes((), None, None, 0)
 
     def counted():
         compile._rollout_programs(run, CHIPS["v5e"], step, None)
@@ -77,7 +90,7 @@ def test_slots_that_are_carried_over_are_counted_where_they_are(make_run, monkey
 
     before, carried = counted(), 1000
     more = {name: num_bytes - before[name] for name, num_bytes in counted().items()}
-    assert more == {"rl decode": 1000, "rl reflect": 2000, "evaluate": 1000}
+    assert more == expected
 
 
 @needs_libtpu

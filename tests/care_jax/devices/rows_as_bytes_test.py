@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps, PngImagePlugin
 
 from care_jax.batch import Example, Groups
 from care_jax.devices.rows_as_bytes import from_bytes, to_bytes
 from care_jax.prompts.builder import TokenizedPrompt
+from care_jax.prompts.images import open_image
+from care_jax.prompts.patches import to_rgb
 
 
 def images(folder):
@@ -53,6 +55,30 @@ def test_a_group_reaches_the_other_process(tmp_path, kind, dtype):
         assert found.tobytes() == image.tobytes() and found.size == (3, 2)
     else:
         assert found == (image.read_bytes() if kind == "archived" else image)
+
+
+def test_an_image_is_read_as_here_whatever_its_metadata():
+    """International text of a PNG and the resolution of a TIFF have types of PIL."""
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
+    drawn, turned, text = Image.fromarray(pixels), Image.Exif(), PngImagePlugin.PngInfo()
+    turned[0x0112] = 6
+    text.add_itxt("Title", "é")
+    few = drawn.quantize(8)
+    saved = [
+        (drawn, "PNG", {"pnginfo": text, "exif": turned}),
+        (drawn, "TIFF", {"dpi": (72, 72), "exif": turned}),
+        (few, "PNG", {"transparency": bytes(range(0, 256, 32)), "exif": turned}),
+        (few, "GIF", {"transparency": 2}),
+        (drawn.convert("CMYK"), "JPEG", {"exif": turned}),
+    ]
+    images = [few, ImageOps.invert(drawn)]
+    for image, kind, settings in saved:
+        stream = io.BytesIO()
+        image.save(stream, kind, **settings)
+        images.append(Image.open(stream))
+    for image in images:
+        ours, theirs = (to_rgb(open_image(x)) for x in (image, from_bytes(to_bytes(image))))
+        assert theirs.size == ours.size and theirs.tobytes() == ours.tobytes()
 
 
 class Runs:

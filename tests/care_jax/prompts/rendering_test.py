@@ -1,11 +1,12 @@
 """The text and the image sizes that a person is shown, against the tokens and patches."""
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from care_jax.batch import Example
 from care_jax.data.prompts import open_tokenizer
 from care_jax.method.spans import token_bytes
+from care_jax.prompts import images as prompt_images
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 from care_jax.prompts.rendering import image_line, rendered, resized_images
 from configs import tiny
@@ -54,3 +55,18 @@ def test_sizes_are_those_of_the_patches_that_are_read():
     ]
     assert image_line(images[0]) == "640×480 resized to 64×48, 12 tokens"
     assert len(prompt.patches) == sum(w * h for w, h in ((8, 6), (2, 4)))
+
+
+def test_sizes_open_no_file_a_second_time(tmp_path, monkeypatch):
+    """The upright one of a photo, as of every other image."""
+    paths, turned, opened = (tmp_path / "a.png", tmp_path / "b.jpg"), Image.Exif(), []
+    turned[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (64, 32)).save(paths[0])
+    Image.new("RGB", (64, 32)).save(paths[1], exif=turned)
+    open_file = prompt_images._opened
+    monkeypatch.setattr(prompt_images, "_opened", lambda x: opened.append(x) or open_file(x))
+    example = Example("0", "made", paths, "<image><image>?", "1")
+    prompt = BUILDER.tokenize(example)
+    images = resized_images(example, prompt, CONFIG)
+    assert [image["given"] for image in images] == [[64, 32], [32, 64]]
+    assert opened == [*paths]

@@ -86,18 +86,18 @@ def test_processes_go_on_until_the_last_of_them_is_full(draw, monkeypatch, other
     assert dynamic_sampling.is_full(draws) == expected
 
 
-@pytest.mark.parametrize(("others", "expected"), [([], False), ([False], False), ([True], True)])
-def test_nothing_more_is_drawn_while_no_process_has_a_verdict(draw, monkeypatch, others, expected):
-    """A reward function that fails on every group would be asked `max_tries` times."""
+@pytest.mark.parametrize(("others", "expected"), [([], True), ([0, 0, 0], True), ([0, 2], False)])
+def test_a_process_without_a_verdict_asks_for_no_more(draw, monkeypatch, others, expected):
+    """A reward function that fails on all of its groups would be asked `max_tries` times."""
     failed = np.array([[{}] * G] * B, object)
     judged = failed.copy()
     judged[2, 1] = {"acc": 0.0}
     first, second = (draw(t, *["wrong"] * B) for t in range(2))
     monkeypatch.setattr(distributed, "gather_json", lambda value: [value, *others])
-    assert dynamic_sampling.is_judged([first.replace(components=failed)]) == expected
+    assert dynamic_sampling.is_full([first.replace(components=failed)]) == expected
     draws = [first.replace(components=failed), second.replace(components=judged)]
-    assert dynamic_sampling.is_judged(draws)
-    assert dynamic_sampling.is_judged([first])  # the built-in verifier always judges
+    assert not dynamic_sampling.is_full(draws)
+    assert not dynamic_sampling.is_full([first])  # the built-in verifier always judges
 
 
 def test_a_step_that_nobody_judges_takes_one_batch(run_loop):
