@@ -31,6 +31,7 @@ AnyImage = Image.Image | pathlib.Path | zipfile.Path | bytes
 
 MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
+_TOO_LARGE = f"image of more than {MAX_PIXELS // 10**6} megapixels or {MAX_SIDE:,} pixels a side"
 MAX_FILE_BYTES = 2**28  # those pixels uncompressed, with transparency
 # Each scan of a progressive JPEG takes the time of all its pixels, and as few as 14 bytes of the
 # file. Encoders write about 10.
@@ -65,7 +66,7 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
     than this, which still reads the whole file. 0 decodes at full size.
 
     Raises:
-        Unusable: it is missing, broken, too large, too narrow, or its pixels are not colours.
+        Unusable: it is missing, broken, too large or too narrow, or its pixels are not colours.
     """
     if isinstance(image, Image.Image):
         with _refused_if_broken(image):
@@ -131,14 +132,14 @@ def num_different_bits(one: int, other: int) -> int:
 
 @contextlib.contextmanager
 def _refused_if_broken(image: AnyImage) -> Iterator[None]:
-    """Turns every exception of a decoder into `Unusable`."""
+    """Turns every exception of a decoder into `Unusable`, with the path if the image has one."""
     detail = "" if isinstance(image, bytes | Image.Image) else os.path.abspath(str(image))
     try:
         yield
-    except Unusable:
-        raise
+    except Unusable as error:
+        raise Unusable(str(error), " ".join(filter(None, (error.detail, detail)))) from error
     except Image.DecompressionBombError as error:
-        raise Unusable("image too large", detail) from error
+        raise Unusable(_TOO_LARGE, detail) from error
     except UnidentifiedImageError as error:
         raise Unusable(f"image is none of {', '.join(_FORMATS)}, or damaged", detail) from error
     except Exception as error:
@@ -147,7 +148,7 @@ def _refused_if_broken(image: AnyImage) -> Iterator[None]:
 
 def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:
     if not isinstance(image, bytes) and not image.is_file():
-        raise Unusable("image missing", os.path.abspath(str(image)))
+        raise Unusable("image missing")
     if _num_bytes(image) > MAX_FILE_BYTES:
         raise Unusable(f"image file of more than {MAX_FILE_BYTES >> 20} MiB")
     if isinstance(image, zipfile.Path):
@@ -215,6 +216,6 @@ def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
 
 def _check_size(width: int, height: int) -> None:
     if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
-        raise Unusable("image too large")
+        raise Unusable(_TOO_LARGE, f"{width}x{height}")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise Unusable("image too narrow")
+        raise Unusable(f"image longer than {MAX_ASPECT_RATIO} times its width", f"{width}x{height}")

@@ -108,6 +108,7 @@ UNREADABLE, OTHER_FORMAT, RANGE = (
     "image is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, or damaged",
     "32-bit pixels, whose range is unknown; save it",
 )
+LARGE = "image of more than 50 megapixels or 20,000 pixels a side"
 REFUSED = {
     "empty": (b"", OTHER_FORMAT),
     "SVG": (b"<svg></svg>", OTHER_FORMAT),
@@ -115,10 +116,10 @@ REFUSED = {
     "JPEG 2000": (saved(Image.new("RGB", (16, 16)), "JPEG2000"), OTHER_FORMAT),
     "no pixels": (png_header(64, 64), UNREADABLE),
     "opened but not read": (Image.open(io.BytesIO(png_header(64, 64))), UNREADABLE),
-    "long side": (png_header(30_000, 200), "image too large"),
-    "many pixels": (png_header(9_000, 9_000), "image too large"),
-    "too many for PIL": (png_header(60_000, 60_000), "image too large"),
-    "narrow": (png_header(402, 2), "image too narrow"),
+    "long side": (png_header(30_000, 200), LARGE),
+    "many pixels": (png_header(9_000, 9_000), LARGE),
+    "too many for PIL": (png_header(60_000, 60_000), LARGE),
+    "narrow": (png_header(402, 2), "image longer than 200 times its width"),
     "integers": (INTEGERS, RANGE),
     "floats": (saved(FLOATS, "TIFF"), RANGE),
     "CIELAB": (saved(Image.new("LAB", (16, 16)), "TIFF"), "image of mode LAB, expected RGB or g"),
@@ -131,6 +132,14 @@ def test_what_is_not_an_image_of_colours_within_the_limits_is_refused(image, rea
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         with pytest.raises(Unusable, match=reason):
             open_image(image)
+
+
+def test_an_image_that_is_too_large_is_named_with_its_size(tmp_path):
+    path = tmp_path / "scan.png"
+    path.write_bytes(png_header(9_000, 9_000))
+    with pytest.raises(Unusable) as refused:
+        open_image(path)
+    assert refused.value.detail == f"9000x9000 {path}"
 
 
 def test_photo_is_turned_upright(picture):
