@@ -124,8 +124,9 @@ def get_config() -> ConfigDict:
     data.sft = source()  # of the cold start
     data.test = source()  # held out
     data.num_workers = 8  # threads per process that decode images and tokenise prompts
-    # Shares in [0, 1] of the cold start's responses, on drawn sources. The errors are confined to
-    # some kinds of question, see `care_jax/data/drawn/`.
+    # Shares in [0, 1] of the cold start's responses, on drawn sources. Repairs are drawn first,
+    # then lucky responses, wrong readings and wrong results: each share is of the responses left.
+    # The errors are confined to some kinds of question, see `care_jax/data/drawn/`.
     data.teacher_error = 0.0  # wrong results
     data.misread_share = 0.0  # source readings: wrong readings
     data.mixed_errors = False  # source readings: both errors in every kind of question

@@ -1,6 +1,7 @@
 """README and docs: commands parse, links lead somewhere, the README stays short."""
 
 import ast
+import json
 import pathlib
 import re
 import shlex
@@ -20,6 +21,7 @@ from care_jax.prompts.rendering import image_line, rendered, resized_images
 from care_jax.rewards.verifier import Verifier, parse_text
 from care_jax.run.policy import policy_of
 from configs import care_released, common, tiny
+from experiments.sweep import __main__ as sweep
 from experiments.sweep.experiment import load_experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -34,6 +36,8 @@ CONFIGURED = (
 def commands_of(text):
     """The lines of indented and fenced blocks that call our programs, continuations joined."""
     text = text.replace("\\\n", " ")
+    for name, value in re.findall(r'(?m)^ {4}([A-Z]+)="(.+)"$', text):
+        text = text.replace(f"${name}", value)
     for line in text.splitlines():
         if re.match(
             r"(?: {4})(?:\$ )?(?:[A-Z_]+=\S+ )*python3? -m (?:care_jax|experiments|perf)", line
@@ -88,6 +92,22 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
         if word.startswith("--") and not word.startswith("--config"):
             name = word[2:].split("=")[0]
             assert f'"{name}"' in text or f'"--{name}"' in text, f"{module} has no --{name}"
+
+
+def test_the_sweeps_of_the_pages_refuse_no_folder_of_each_other(tmp_path, monkeypatch):
+    def begin(trials, **_):
+        for trial in trials:
+            trial.workdir.mkdir(parents=True, exist_ok=True)
+            (trial.workdir / "trial.json").write_text(json.dumps({"settings": trial.settings}))
+        return []
+
+    monkeypatch.setattr(sweep, "run_all", begin)
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    monkeypatch.chdir(tmp_path)
+    for _, command in COMMANDS:
+        _, _, arguments = command.partition("-m experiments.sweep ")
+        if arguments:
+            sweep.main(shlex.split(arguments))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -165,6 +185,15 @@ def test_the_papers_hyperparameters_are_those_of_the_configuration():
     source = (ROOT / "configs" / "common.py").read_text()
     for key in re.findall(r"^    (\w+\.\w+) = .*# \(open\)", source, re.MULTILINE):
         assert key in dict(stated), key
+
+
+def test_our_names_of_the_keys_of_verl_and_trl_are_keys():
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    ours = " ".join(re.findall(r"^\| (`[^|]+)", page, re.MULTILINE))
+    names = re.findall(r"`(\w+)\.(\w+)`", ours)
+    assert len(names) > 15
+    defaults = common.get_config()
+    assert [pair for pair in names if pair[1] not in defaults[pair[0]]] == []
 
 
 def test_the_differences_of_the_released_code_are_the_arms_of_its_experiment():

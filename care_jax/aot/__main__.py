@@ -24,9 +24,9 @@ With --price, the list price of a chip hour, the last line has the least cost of
 
     python -m care_jax.aot --config=... --topology=v5e:8x8 --mean_response=600 --estimate
 
-prints instead the estimated seconds of a step of "rl" by part beside the least, from the cycles
-that the TPU compiler gives; see `estimate`. It does not compare memory. The last line is
-"estimated <seconds> least <seconds>".
+prints instead the estimated seconds of a step of "rl" by part beside the least: from the compiler's
+cycles on TPUs, from prices of the kernels on GPUs; see `estimate`. It does not compare memory. The
+last line is "estimated <seconds> least <seconds>".
 
 Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Exits with status 1 if the
 run does not fit, 2 if flags, configuration or topology are invalid.

@@ -1,6 +1,6 @@
 """Sampled answers of a sweep's evaluations, by kind of question and in pairs.
 
-    python docs/experiments/samples.py runs/words_sweep/components docs/experiments/words
+    python docs/experiments/samples.py runs/words_sweep/components runs/words_sweep
 
 The folder of the sweep has the cold starts too, one for each seed. Writes `by_kind.csv`: for each
 arm and seed, and the cold start before it, the share of sampled answers that is right and of

@@ -92,8 +92,8 @@ def plan(
         key = _key(settings)
         if key not in known and workdir in known.values():
             raise ValueError(
-                f"{workdir} holds a run of another configuration, see its trial.json; remove it, "
-                "or name another --workdir"
+                f"{workdir} holds a run of another configuration, see its trial.json; name another "
+                "--workdir, or remove it"
             )
         return known.setdefault(key, workdir)
 

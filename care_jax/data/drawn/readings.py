@@ -91,8 +91,8 @@ _OPERATIONS = {
 class ReadingsSource(Sequence[Example]):
     """A random-access sequence of drawn examples, whose rationale and answer are always right.
 
-    Shares are probabilities in [0, 1]; the first two apply to rows that are not repairs. The other
-    fields are those of `SyntheticSource`.
+    Shares are probabilities in [0, 1]. Repairs are drawn first, then lucky responses; the shares of
+    mistakes are of the rest. The other fields are those of `SyntheticSource`.
     """
 
     num_examples: int

@@ -10,9 +10,9 @@ The splits never share a (picture, question), whatever the seeds. Each candidate
 split. Candidates of the other split are rejected and redrawn.
 
 The teacher that the cold start imitates can be made wrong on purpose. `teacher_error` is the
-fraction of its answers that are off by two, for the kinds that compute (sums and differences). The
-sign depends only on the true answer (+2 up to 5, else -2), so imitating the teacher teaches a
-systematic mistake, not just noise. The other kinds and the rows with the repair cue stay right.
+fraction of its answers that are off by two, for the kinds that compute (sums and differences),
+among the rows without the repair cue. The sign depends only on the true answer (+2 up to 5, else
+-2), so imitating the teacher teaches a systematic mistake, not just noise. All else stays right.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SyntheticSource(Sequence[Example]):
     num_examples: int
     seed: int = 0
     split: str = "train"
-    teacher_error: float = 0.0  # of responses with a wrong answer, in kinds that compute
+    teacher_error: float = 0.0  # of non-repairs in kinds that compute: answers that are wrong
     cue_share: float = 0.0  # of rationales that are a wrong one, the cue, and a right one
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"  # around the rationale

@@ -152,7 +152,7 @@ def test_overrides_reach_every_run_and_only_those_of_the_cold_start_change_it(sw
 def test_a_folder_of_another_configuration_is_refused(sweep):
     sweep(1)
     with pytest.raises(
-        ValueError, match=r"some_key/one/seed_0 holds a run of another configuration"
+        ValueError, match=r"some_key/one/seed_0 holds .*; name another --workdir, or remove it"
     ):
         sweep(1, overrides=("--config.rl.num_steps=7",))
 
