@@ -231,7 +231,7 @@ def make_example(
         needs_image: rejects rows without an image.
         needs_placeholder: records adding missing placeholders as a repair.
     """
-    question = text_of(asked(question), "question")
+    question = text_of(asked(question, has_images=bool(images)), "question")
     if not question:
         raise Unusable("no question")
     gold = answer_text(named := answer_of(answer))

@@ -10,11 +10,13 @@ from typing import Any
 from care_jax.batch import Unusable
 
 LONE_SURROGATE = "a lone surrogate in the text, which UTF-8 cannot encode"
+IMAGE_IN_MESSAGE = "image inside a message without a path; put its file's path in `image`"
 TAGS_IN_ANSWER = "answer with <think> or <answer> tags that are not one answer"
 SURROGATE = re.compile("[\ud800-\udfff]")
 _TAG = re.compile(r"(</?(?:think|answer)>)", re.IGNORECASE)
 _ANSWER_TAGS = ["<answer>", "</answer>"]
 _USERS = ("user", "human")
+_IMAGES = ("image", "image_url")  # types of a part of a message
 
 
 def text_of(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
@@ -57,26 +59,50 @@ def shown(value: Any) -> str:
     return f"{value!r:.60}"
 
 
-def asked(question: Any) -> Any:
+def asked(question: Any, *, has_images: bool = True) -> Any:
     """Of the messages of a chat what the user said last, `<image>` for each image in it.
 
-    Any other question is returned unchanged.
+    Any other question is returned unchanged. `has_images`: the row has images, in its messages or
+    beside them.
     """
-    is_chat = isinstance(question, list) and all(isinstance(turn, dict) for turn in question)
-    if not is_chat:
+    if not _is_chat(question):
         return question
-    turns = [turn for turn in question if turn.get("role", turn.get("from")) in _USERS]
+    content = _last_of_user(question)
+    if not isinstance(content, list):
+        return content
+    return "".join(_part(part, has_images) for part in content)
+
+
+def images_in(question: Any) -> list[Any]:
+    """The images in what the user said last in a chat, in the forms of Qwen and of OpenAI."""
+    content, found = _last_of_user(question) if _is_chat(question) else (), []
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type") in _IMAGES:
+            names = (part["type"], "path", "url")
+            image = next((part[name] for name in names if part.get(name)), None)
+            image = image.get("url", image) if isinstance(image, dict) else image
+            found.append(image.removeprefix("file://") if isinstance(image, str) else image)
+    return found
+
+
+def _is_chat(question: Any) -> bool:
+    return isinstance(question, list) and all(isinstance(turn, dict) for turn in question)
+
+
+def _last_of_user(chat: list[dict[str, Any]]) -> Any:
+    turns = [turn for turn in chat if turn.get("role", turn.get("from")) in _USERS]
     if not turns:
-        raise Unusable("messages without one of the user", shown(question))
-    content = turns[-1].get("content", turns[-1].get("value"))
-    return "".join(map(_part, content)) if isinstance(content, list) else content
+        raise Unusable("messages without one of the user", shown(chat))
+    return turns[-1].get("content", turns[-1].get("value"))
 
 
-def _part(part: Any) -> str:
+def _part(part: Any, has_images: bool) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
-    if kind in ("image", "image_url"):
+    if kind in _IMAGES:
+        if not has_images:
+            raise Unusable(IMAGE_IN_MESSAGE, shown(part))
         return "<image>"
     raise Unusable("a part of a message is neither text nor an image", shown(part))
 

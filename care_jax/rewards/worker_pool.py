@@ -1,8 +1,9 @@
 """Functions called in worker processes, with a time limit for each call.
 
 A call that hangs or crashes loses only its own result: its process is killed and the next call
-starts another one. An `async def` function is awaited for several calls at once in each worker; if
-one of them ends the process, its unfinished calls are repeated one at a time.
+starts another one. If that cannot start, the next call is lost too, but the pool's first start must
+succeed. An `async def` function is awaited for several calls at once in each worker; if one of them
+ends the process, its unfinished calls are repeated one at a time.
 
 Workers run `worker.py` as a script: no fork under JAX, and no import of the caller's main module. A
 thread with an event loop communicates with them, so `submit` does not block. This module imports
@@ -23,14 +24,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from care_jax.rewards import worker
 
-Reply = dict[str, Any]  # the result as in `worker`, or "error" and "name", "timeout" or "crash"
+# The result as in `worker`, or "error" and "name", "timeout" or "crash"; if the process could not
+# start again "crash", "error" and "name".
+Reply = dict[str, Any]
 
-_START_SECONDS = 120.0  # importing the function's module on a busy machine
+_START_SECONDS = 120.0  # to import the function's module on a busy machine, at least
+_START_TIMEOUTS = 10  # times the limit of a call, at least, since the import may load a model
 # The worker cancels an awaited call at the limit; the pool kills the worker only this much later.
 _GRACE_SECONDS = 2.0
 
@@ -61,6 +66,9 @@ class WorkerPool:
         settings = {"path": path, "timeout": timeout, "memory": memory() // 2}  # half for the run
         self.boot = json.dumps(settings).encode(), function
         self.limit = timeout + (_GRACE_SECONDS if concurrency else 0.0)  # of a reply
+        self.start_limit = max(_START_SECONDS, _START_TIMEOUTS * timeout)
+        self.has_started = False  # a process, ever
+        self.late_start: tuple[float, Reply] = (0.0, {})  # when a process was last too late
         self.environment, self.what, self.advice = environment, what, advice
         self._num_workers, self._concurrency = num_workers, max(concurrency, 1)
         self._thread: threading.Thread | None = None
@@ -107,9 +115,10 @@ class WorkerPool:
             await each.stop()
 
     async def _call(self, call: bytes) -> Reply:
+        submitted = time.monotonic()
         free = await self._free.get()
         try:
-            return await free.ask(call)
+            return await free.ask(call, submitted)
         except _Ended as ended:
             reply = ended.reply
         finally:
@@ -118,7 +127,7 @@ class WorkerPool:
             return reply
         async with self._single_lock:
             try:
-                return await self._single.ask(call)
+                return await self._single.ask(call, submitted)
             except _Ended as ended:
                 return ended.reply
 
@@ -142,11 +151,11 @@ class _Worker:
         self._numbers = itertools.count(1)
         self._start_lock = asyncio.Lock()
 
-    async def ask(self, call: bytes) -> Reply:
-        """The reply; _Ended if there is none in time, ValueError if the process cannot start."""
+    async def ask(self, call: bytes, submitted: float) -> Reply:
+        """The reply; _Ended if there is none in time, ValueError if no process ever started."""
         async with self._start_lock:
-            if not self._is_alive:
-                await self._start()
+            if not self._is_alive and (lost := await self._restart(submitted)):
+                return lost
         number, replies = next(self._numbers), self._replies
         reply = replies[number] = asyncio.get_running_loop().create_future()
         self._send(number, call)
@@ -169,6 +178,25 @@ class _Worker:
                 _kill_session(process.pid)
             await process.wait()
 
+    async def _restart(self, submitted: float) -> Reply | None:
+        """Starts the process; the reply to the call if it cannot start, but one of the pool did."""
+        pool = self._pool
+        since, lost = pool.late_start
+        if submitted < since:  # a call waits for one late start, not for one after another
+            return lost
+        began = time.monotonic()
+        try:
+            await self._start()
+        except ValueError as error:
+            if not pool.has_started:
+                raise
+            lost = {"crash": True, "error": str(error), "name": "no worker"}
+            if (now := time.monotonic()) - began >= pool.start_limit:
+                pool.late_start = now, lost
+            return lost
+        pool.has_started = True
+        return None
+
     async def _start(self) -> None:
         await self.stop()
         pool = self._pool
@@ -190,13 +218,19 @@ class _Worker:
             self._send(0, frame)
         assert self.process.stdout is not None
         ready = asyncio.ensure_future(_read(self.process.stdout))
-        is_ready = await _is_done(ready, _START_SECONDS)
-        if not is_ready or ready.exception() is not None:
+        if not await _is_done(ready, pool.start_limit):
             ready.cancel()
             await self.stop()
             raise ValueError(
-                f"a worker process {'ended' if is_ready else f'took {_START_SECONDS:g} s'} while "
-                f"importing {pool.what}; make its module importable in a separate process"
+                f"a worker process took over {pool.start_limit:g} s while importing {pool.what}; "
+                "load less there, serve a model and call it from an async function, or set "
+                f"verifier.timeout above {pool.start_limit / _START_TIMEOUTS:g} s, a tenth of it"
+            )
+        if ready.exception() is not None:
+            await self.stop()
+            raise ValueError(
+                f"a worker process ended while importing {pool.what}; make its module importable "
+                "in a separate process"
             )
         if "error" in (answer := ready.result()[1]):
             await self.stop()

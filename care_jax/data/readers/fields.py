@@ -11,7 +11,7 @@ from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.rows import AnyFolder, images_of, leaves, make_example
-from care_jax.data.texts import shown
+from care_jax.data.texts import images_in, shown
 
 # What an example is made of, and the names that it has if no other is given.
 FIELDS = {
@@ -81,6 +81,8 @@ def example_of(
     cells = [cell for name in names["images"] if not _is_empty(cell := value_at(row, name))]
     if len(cells) > 1 and not has_image_names:
         raise Unusable("both image and images")
+    if not cells and not has_image_names:
+        cells = [image for image in images_in(found["question"][1]) if image]
     read = {name for part, all_names in names.items() if part != "question" for name in all_names}
     read.update(names["question"][: names["question"].index(found["question"][0]) + 1])
     extra = {name: value for name, value in row.items() if name not in read}

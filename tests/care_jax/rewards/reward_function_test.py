@@ -79,6 +79,11 @@ def rows(*found):
             ["failed: KeyError"] * 2,
             "failed:\nTra",
         ),
+        (
+            {"crash": True, "error": "took over 1 s", "name": "no worker"},
+            ["failed: no worker"] * 2,
+            "failed:\ntook over",
+        ),
         ({"result": "(0.5, 1.0)"}, ["failed: result"] * 2, "a list of 2 mappings, .* got .0.5, 1"),
         (rows({"acc": 0.5, "b": 1.0}), ["failed: result"] * 2, "a list of 2 mappings"),
         (rows("0.5", "1.0"), ["failed: result"] * 2, "must return a mapping such as .* got 0.5"),

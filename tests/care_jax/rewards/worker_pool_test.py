@@ -8,6 +8,8 @@ import asyncio
 import concurrent.futures
 import os
 import pathlib
+import re
+import sys
 import threading
 import time
 import zipfile
@@ -114,6 +116,79 @@ def test_a_module_that_fails_in_the_worker_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"cannot be imported in a worker (?s:.*)only in the run"):
         pool.submit("?", ["a"], EXAMPLE).result(60)
     pool.close()
+
+
+STARTS = """
+import os, pathlib, time
+
+starts = pathlib.Path({!r})
+starts.write_text(starts.read_text() + "x")
+if len(starts.read_text()) > 1:
+    {}
+
+def reward(question, responses, example):
+    exec(responses[0])
+    return [{{"acc": 1.0, "pid": os.getpid()}}]
+"""
+
+
+@pytest.fixture
+def make_pool_that_starts_once(make_pool, tmp_path, monkeypatch):
+    """A pool whose first process judges a group, and whose next ones fail to start."""
+
+    def make(ending):
+        starts = tmp_path / "starts"
+        (tmp_path / "starting.py").write_text(STARTS.format(str(starts), ending))
+        starts.write_text("")
+        pool = make_pool("starting:reward")
+        starts.write_text("")  # without the import of this process
+        assert isinstance(kind_of(*ask(pool, "pass")), int)
+        return pool
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    sys.modules.pop("starting", None)
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        ("raise OSError('no memory')", "cannot be imported in a worker (?s:.*)no memory"),
+        ("os._exit(1)", "ended while importing the reward function"),
+    ],
+)
+def test_a_process_that_cannot_start_again_costs_the_group_alone(
+    make_pool_that_starts_once, tmp_path, ending, message
+):
+    pool = make_pool_that_starts_once(ending)
+    crash, lost = ask(pool, "os._exit(1)", "pass")
+    assert list(map(kind_of, (crash, lost))) == ["crash", "no worker"] and "crash" in lost
+    assert re.search(message, lost["error"])
+    (tmp_path / "starts").write_text("")
+    assert isinstance(kind_of(*ask(pool, "pass")), int)
+
+
+def test_the_groups_of_a_step_wait_for_one_late_start(make_pool_that_starts_once, monkeypatch):
+    starts, start = [], worker_pool._Worker._start
+
+    async def counted(self):
+        starts.append(self)
+        await start(self)
+
+    pool = make_pool_that_starts_once("time.sleep(60)")
+    pool._pool.start_limit = 1.0
+    monkeypatch.setattr(worker_pool._Worker, "_start", counted)
+    replies = ask(pool, *["os._exit(1)"] * 4)
+    assert list(map(kind_of, replies)) == ["crash", *["no worker"] * 3] and len(starts) == 1
+    late = r"took over 1 s while importing .* verifier.timeout above 0.1 s"
+    assert re.search(late, replies[-1]["error"])
+    ask(pool, "pass")
+    assert len(starts) == 2
+
+
+@pytest.mark.parametrize(("timeout", "limit"), [(5.0, 120.0), (60.0, 600.0)])
+def test_a_process_may_import_for_ten_timeouts(make_pool, timeout, limit):
+    assert make_pool(timeout=timeout)._pool.start_limit == limit
 
 
 @pytest.mark.parametrize(

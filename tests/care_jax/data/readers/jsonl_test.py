@@ -26,7 +26,7 @@ from care_jax.data.rows import (
     with_text_answers,
 )
 from care_jax.data.sources import open_source
-from care_jax.data.texts import TAGS_IN_ANSWER
+from care_jax.data.texts import IMAGE_IN_MESSAGE, TAGS_IN_ANSWER
 
 tagged_responses = functools.partial(
     with_responses, instruction="<{tag}> and <answer>", are_right=True
@@ -62,6 +62,9 @@ NAN = float("nan")
 INTEGER = "an integer answer to choices may count from 0 or 1"
 BASE64 = "image in base64, which is not read; save it as a file"
 USER = {"role": "user"}
+INSIDE_URL = [{"type": "image_url", "image_url": {"url": "https://a.org/b.png"}}]
+OUTSIDE_PART = [{"type": "image", "image": "file:///etc/hostname"}]
+PARTS = [{"type": "image"}, {"type": "text", "text": "How many?"}]
 TWO = {"image": None, "images": ["ok.png", "two.jpg"]}
 DIFFER = "images and placeholders differ in number"
 
@@ -100,6 +103,9 @@ DIFFER = "images and placeholders differ in number"
         ({"question": [{"role": "system", "content": "?"}]}, "messages without one of the user"),
         ({"question": [USER | {"content": [{"type": "video"}]}]}, "a part of a message is neither"),
         ({"question": [USER | {"content": None}]}, "no question"),
+        ({"question": [USER | {"content": PARTS}], "image": None}, IMAGE_IN_MESSAGE),
+        ({"question": [USER | {"content": INSIDE_URL}], "image": None}, "image is a URL, which"),
+        ({"question": [USER | {"content": OUTSIDE_PART}], "image": None}, OUTSIDE),
         ({"context": "Cats sleep."}, CONTEXT_ALONE),
         ({"image": "iVBORw0KGgoAAAANS" + "A" * 5_000}, BASE64),
         ({"image": "/9j/4AAQSkZJRg" + "Ab/" * 300}, BASE64),
@@ -139,7 +145,6 @@ def test_an_answer_in_tags_is_what_they_hold(write, answer):
     assert load(write(GOOD | {"answer": answer}))[0][0].answer == "3"
 
 
-PARTS = [{"type": "image"}, {"type": "text", "text": "How many?"}]
 TURNS = [{"role": "system", "content": "Be brief."}, USER | {"content": "Hello"}]
 
 
@@ -153,6 +158,23 @@ TURNS = [{"role": "system", "content": "Be brief."}, USER | {"content": "Hello"}
 )
 def test_of_messages_the_last_of_the_user_is_the_question(write, messages, question):
     assert load(write(GOOD | {"question": messages}))[0][0].question == question
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": "two.jpg"},
+        {"type": "image", "path": "file://two.jpg"},
+        {"type": "image_url", "image_url": {"url": "two.jpg"}},
+        {"type": "image_url", "image_url": "two.jpg"},
+    ],
+)
+def test_an_image_may_be_in_its_message(write, part):
+    chat = [USER | {"content": [PARTS[1], part]}]
+    (example,), _ = load(write({"messages": chat, "answer": "3"}))
+    assert example.question == "How many?<image>" and example.images[0].name == "two.jpg"
+    (example,), _ = load(write({"messages": chat, "answer": "3", "image": "ok.png"}))
+    assert [image.name for image in example.images] == ["ok.png"]
 
 
 @pytest.mark.parametrize(
