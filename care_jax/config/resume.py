@@ -9,6 +9,7 @@ change.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
@@ -45,13 +46,34 @@ def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
     for key, value in leaves(json.loads(config.to_json_best_effort())):
         if change_of(key) not in (FIXED, MOVED, STEPS) or key.startswith(unread):
             continue
-        is_parts = isinstance(value, list) and value and isinstance(value[0], dict)
-        found |= {f"{key}.number": len(value)} if is_parts else {key: value}
+        found |= {f"{key}.number": len(value)} if _is_parts(value) else {key: value}
     if "sft" in passed and config.data.cue_share:
         found["care.cue"] = config.care.cue
     if stage in stages:
         found["stages"] = before
     return found
+
+
+def evaluation(config: ConfigDict) -> str:
+    """A digest of the questions that `best_metric` is of, and of how they are answered and judged.
+
+    Paths count by their last part, as on resume.
+    """
+    whole = json.loads(config.to_json_best_effort())
+    keys = ("temperature", "top_p", "num_samples", "max_response_tokens")
+    asked: dict[str, Any] = {key: whole["evaluate"][key] for key in keys}
+    benchmark, is_of_benchmarks, _ = config.best_metric.partition("/")
+    if is_of_benchmarks:
+        asked["judge"] = bool(config.evaluate.judge_url) and config.evaluate.judge_model
+        pairs = config.evaluate.benchmarks
+        pairs = sorted((name, _last(path)) for name, path in pairs if benchmark in (name, "mean"))
+        asked["benchmarks"] = pairs
+    else:
+        for key, value in leaves(whole):
+            is_read = key.startswith((f"data.{SECTIONS['evaluate']}.", "verifier."))
+            if is_read and change_of(key) in (FIXED, MOVED) and not _is_parts(value):
+                asked[key] = _last(value) if change_of(key) == MOVED else value
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check(
@@ -81,4 +103,12 @@ def _may_become(key: str, old: Any, new: Any, stage: str, step: int) -> bool:
     if old == new or key == f"{stage}.num_steps":
         return old == new or new >= step
     is_path = change_of(key) == MOVED and bool(old and new)
-    return is_path and pathlib.PurePath(old).name == pathlib.PurePath(new).name
+    return is_path and _last(old) == _last(new)
+
+
+def _is_parts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _last(path: str) -> str:
+    return pathlib.PurePath(path).name

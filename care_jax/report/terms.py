@@ -23,6 +23,8 @@ METRICS = (
     ("*/acc_low", "Lower end of the 95% interval of the benchmark's accuracy."),
     ("*/acc_high", "Upper end of the 95% interval of the benchmark's accuracy."),
     ("*/pass@*", "pass@k on this benchmark: at least one of k samples is correct."),
+    ("temperature", "Sampling temperature of the evaluation; 0: greedy."),
+    ("num_samples", "Responses to each question of the evaluation."),
     ("num_examples", "Held-out questions that were answered and judged."),
     ("num_dropped", "Held-out questions left out, such as prompts that fit no bucket."),
     ("num_not_judged", "Held-out questions left out because the reward function failed on them."),
@@ -61,7 +63,10 @@ METRICS = (
     ("age/*", "Share of the sampled tokens that were drawn so many steps before their update."),
     ("oldest_age", "Steps between the draw of the oldest sampled token and its update."),
     ("clip_rate_negative_answer", "clip_rate over the answer tokens of negatives."),
-    ("rationale_share", "Share of the positive advantage that falls on rationale tokens."),
+    (
+        "rationale_share",
+        "Share of the positive advantage outside the answer span; all of a response without one.",
+    ),
     ("anchor_rate", "Share of prompts with a correct anchor and negatives to contrast with it."),
     (
         "rescue_rate",

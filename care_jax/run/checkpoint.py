@@ -24,14 +24,16 @@ from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
 from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
+from care_jax.report.console import print_line
 from care_jax.run import integrity, mounts
-from care_jax.run.progress import by_dotted_key, read_progress
+from care_jax.run.progress import by_dotted_key, check_same_steps, read_progress
 
 _DAMAGED = ".damaged"
 # Orbax rewrites these at the commit; they hold timestamps only.
 _NOT_HASHED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 _QUICK_BYTES = 2**20  # larger files are hashed only before a restore
+_EVALUATION = "evaluation"  # key of what a step's metrics were measured on; no metric's name
 
 
 class Restored(NamedTuple):
@@ -86,10 +88,13 @@ class Checkpoints:
         fingerprint: what determines the shapes of the state, such as the backbone's config.
         settings: the run's, saved with every step, see `read_progress`; JSON types.
         keep_best: number of best steps to keep in addition.
-        best_metric: name of the metric that ranks the steps; higher is better.
+        best_metric: name of the metric that ranks the steps; higher is better. Steps are ranked
+            among those whose evaluation was that of the last one evaluated.
+        evaluation: of this run, see `resume.evaluation`; saved with the metrics. Metrics without
+            one, of earlier versions, compare with all.
 
     Raises:
-        ValueError: all steps are damaged.
+        ValueError: all steps are damaged, or processes list different ones.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Checkpoints:
         settings: Mapping[str, Any] | None = None,
         keep_best: int = 0,
         best_metric: str = "acc",
+        evaluation: str = "",
     ):
         if keep < 1:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
@@ -108,15 +114,16 @@ class Checkpoints:
         self.best_metric = best_metric
         self._fingerprint = by_dotted_key(fingerprint)
         self._settings, self._keep_best = dict(settings or {}), keep_best
+        self._evaluation = self._last_evaluation = evaluation
 
-        def value_of(metrics: Mapping[str, float]) -> float:
-            return metrics.get(best_metric, -math.inf)
+        def value_of(metrics: Mapping[str, Any]) -> float:
+            return self._value(metrics, self._last_evaluation)
 
         self._saving = 0  # the step that is being written
         self._error: Exception | None = None  # of the last save, if it failed
         self._is_retry = False  # the save before the last one failed
         self._without_manifest: set[int] = set()  # steps already reported
-        self._whole: set[int] = set()  # steps whose files were hashed
+        self.hashed: set[int] = set()  # steps whose files were hashed, and match
         self._mark_damaged_steps()
         # A bucket without hierarchical namespaces has no atomic rename of folders, and gcsfuse
         # refuses to rename one, so on FUSE mounts a marker file commits the step.
@@ -140,7 +147,11 @@ class Checkpoints:
             "in_flight": ocp.StandardCheckpointHandler(),
         }
         self._manager = _Manager(self.folder, options=options, item_handlers=handlers)
+        check_same_steps({self.folder: self.steps})
         self._values = {step: self._manager.metrics(step) or {} for step in self.steps}
+        evaluated = [metrics for metrics in self._values.values() if best_metric in metrics]
+        if evaluated:
+            self._last_evaluation = evaluated[-1].get(_EVALUATION, evaluation)
         if not self.steps:
             self._refuse_if_damaged()
 
@@ -157,20 +168,37 @@ class Checkpoints:
     @property
     def best_step(self) -> int | None:
         """The saved step with the highest best_metric, the last on a tie; None without any."""
-        values = self._evaluated()
+        values = self._evaluated(self._last_evaluation)
         return max(values, key=lambda step: (values[step], step), default=None)
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a step with these metrics must be kept as one of the best."""
         if self.best_metric not in metrics:
             return False
-        value = metrics[self.best_metric]
-        return sum(other >= value for other in self._evaluated().values()) < self._keep_best
+        others = self._evaluated(self._evaluation).values()
+        return sum(other >= metrics[self.best_metric] for other in others) < self._keep_best
 
-    def _evaluated(self) -> dict[int, float]:
-        """The best_metric of the saved steps that have it."""
-        name, saved = self.best_metric, ((step, self._values.get(step, {})) for step in self.steps)
-        return {step: metrics[name] for step, metrics in saved if name in metrics}
+    def _evaluated(self, evaluation: str) -> dict[int, float]:
+        """The best_metric of the saved steps that have it from an evaluation."""
+        values = {step: self._value(self._values.get(step, {}), evaluation) for step in self.steps}
+        return {step: value for step, value in values.items() if value > -math.inf}
+
+    def _value(self, metrics: Mapping[str, Any], evaluation: str) -> float:
+        is_of_it = metrics.get(_EVALUATION, evaluation) == evaluation
+        return metrics.get(self.best_metric, -math.inf) if is_of_it else -math.inf
+
+    def _set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Notes a step's metrics by this run's evaluation, which ranks the steps from now on."""
+        if self.best_metric in metrics:
+            before = self._evaluated(self._last_evaluation).keys()
+            self._last_evaluation = self._evaluation
+            if left := before - self._evaluated(self._evaluation).keys():
+                print_line(
+                    f"the {self.best_metric} of checkpoints {sorted(left)} in {self.folder} is of "
+                    f"other questions or another decoding than that of step {step}; they are not "
+                    "compared with it, and no longer kept as the best"
+                )
+        self._values[step] = {**metrics, _EVALUATION: self._evaluation} if metrics else {}
 
     def save(
         self,
@@ -201,7 +229,7 @@ class Checkpoints:
         self._error, self._is_retry = None, self._error is not None
         self._manager.failure = None
         self._saving = step
-        self._values[step] = dict(metrics or {})
+        self._set_metrics(step, metrics or {})
         items: dict[str, Any] = {"state": ocp.args.StandardSave(state)}
         if in_flight is not None:
             progress["in_flight"] = in_flight.description
@@ -240,7 +268,7 @@ class Checkpoints:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a step that was evaluated after it was saved."""
         self.wait()
-        self._values[step] = dict(metrics)
+        self._set_metrics(step, metrics)
         if jax.process_index() == 0:
             # In the manager's format; the manager itself cannot change a saved step.
             folder = self.folder / str(step) / "metrics"
@@ -318,7 +346,7 @@ class Checkpoints:
 
         They are hashed once.
         """
-        if step in self._whole:
+        if step in self.hashed:
             return True
         self.wait()
         folder = self.folder / str(step)
@@ -332,8 +360,9 @@ class Checkpoints:
         if fault:
             self._mark_damaged({step: fault})
             self._manager.reload()
+            check_same_steps({self.folder: self.steps})
         else:
-            self._whole.add(step)
+            self.hashed.add(step)
         return not fault
 
     def _check_whole(self, step: int) -> None:

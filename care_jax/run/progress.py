@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax.traverse_util import flatten_dict
+
+from care_jax.devices import distributed
 
 
 def checkpoint_folder(workdir: pathlib.Path, stage: str) -> pathlib.Path:
@@ -26,6 +28,23 @@ def saved_steps(workdir: pathlib.Path, stage: str) -> list[int]:
     files = checkpoint_folder(workdir, stage).glob("*/commit_success.txt")
     names = [file.parent.name for file in files]
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def check_same_steps(steps: Mapping[pathlib.Path, Sequence[int]]) -> None:
+    """Compares the saved steps by folder, as this process lists them, with the other processes'.
+
+    Raises:
+        ValueError: they differ, as with a stale listing; the processes would restore other steps.
+    """
+    every = distributed.gather_json([list(found) for found in steps.values()])
+    for folder, *found in zip(steps, *every, strict=True):
+        if any(each != found[0] for each in found):
+            raise ValueError(
+                f"expected the same checkpoints in {folder} on all processes, got the steps "
+                f"{', '.join(map(str, found))} by process; run the same command again once every "
+                "host's listing of the folder is fresh, or mount it without a metadata cache, see "
+                "docs/operations.md"
+            )
 
 
 def read_progress(

@@ -84,14 +84,17 @@ def ending(run: Run) -> str:
     return "\n".join(lines)
 
 
-def how_decoded(config: ConfigDict) -> str:
-    """How held-out answers are decoded: "greedy", or "sampled"."""
-    return "sampled" if config.evaluate.temperature else "greedy"
+def how_decoded(temperature: float) -> str:
+    """How answers are decoded in an evaluation: "greedy", or "sampled"."""
+    return "sampled" if temperature else "greedy"
 
 
 def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
-    """Accuracy on held-out questions after each stage, and of rollouts at both ends of RL."""
-    held_out: dict[str, dict[str, float]] = {}
+    """Accuracy on held-out questions after each stage, and of rollouts at both ends of RL.
+
+    Of the evaluations those are shown that compare with the last one.
+    """
+    held_out: dict[str, dict[str, Any]] = {}
     sampled: list[float] = []
     for _, record in read_records(path):
         stage = record.get("stage", "")
@@ -99,23 +102,32 @@ def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
             held_out[stage.removeprefix("evaluate_")] = record
         elif stage == "rl" and "acc" in record:
             sampled.append(record["acc"])
-    measured = {
-        name: {after: record[name] for after, record in held_out.items() if name in record}
-        for name in ("acc", "mean/acc")
-    }
-    for name, accuracies in measured.items():
-        if accuracies:
-            what = "held-out questions" if name == "acc" else "benchmarks, their mean"
+    for name, what in (("acc", "held-out questions"), ("mean/acc", "benchmarks, their mean")):
+        measured = {after: record for after, record in held_out.items() if name in record}
+        if measured:
+            *_, last = measured.values()
+            how = how_decoded(last.get("temperature", config.evaluate.temperature))
+            accuracies = {
+                after: record[name]
+                for after, record in measured.items()
+                if _asked(record, name) == _asked(last, name)
+            }
             steps = " -> ".join(f"{acc:.1%} after {after}" for after, acc in accuracies.items())
             values = [*accuracies.values()]
             gain = f" ({100 * (values[-1] - values[0]):+.1f} points)" if len(values) > 1 else ""
-            yield f"{how_decoded(config)} accuracy, {what}: {steps}{gain}"
+            yield f"{how} accuracy, {what}: {steps}{gain}"
     if len(sampled) >= 2 * _FEW:
         first, last = (np.mean(part) for part in (sampled[:_FEW], sampled[-_FEW:]))
         yield (
             f"sampled accuracy, rollouts: {first:.1%} in the first {_FEW} steps of rl, "
             f"{last:.1%} in the last {_FEW}"
         )
+
+
+def _asked(record: Mapping[str, Any], name: str) -> Any:
+    """What two evaluations must have in common for a mean over benchmarks, or `acc`, to compare."""
+    benchmarks = {key for key in record if "/" in name and key.endswith("/acc")}
+    return benchmarks, record.get("temperature"), record.get("num_samples")
 
 
 def _rows(section: ConfigDict, examples: Sequence[Example]) -> str:

@@ -26,6 +26,7 @@ class Source(NamedTuple):
     stages: tuple[str, ...]  # the training stages that led to it, with a checkpoint each
     step: int | None  # of the last stage; None: the weights just trained, or the initial ones
     name: str  # "start", or the last stage, with the step if it is not the last: "rl_step_40"
+    is_hashed: bool = False  # the step's files match its manifest
 
 
 def find(run: Run, trained: tuple[str, ...]) -> Source:
@@ -59,7 +60,7 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
             "it to one of these, or train with eval_every and keep_best"
         )
     name = stages[-1] if wanted == "last" else f"{stages[-1]}_step_{step}"
-    return Source(stages, int(step), name)
+    return Source(stages, int(step), name, is_hashed=wanted in ("last", "best"))
 
 
 def start(run: Run) -> Params:
@@ -97,7 +98,7 @@ def load(run: Run, source: Source) -> Params:
     """The weights of a source with adapters merged, or the initial ones."""
     if source.step is None:
         return start(run)
-    return lora.merged(restore(run, source.stages[-1], source.step))
+    return lora.merged(restore(run, source.stages[-1], source.step, is_hashed=source.is_hashed))
 
 
 def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
@@ -148,11 +149,17 @@ def finished(run: Run, stage: str) -> Params | None:
 
 
 def restore(
-    run: Run, stage: str, step: int | None, of: Callable[[Params], Params] = lambda params: params
+    run: Run,
+    stage: str,
+    step: int | None,
+    of: Callable[[Params], Params] = lambda params: params,
+    *,
+    is_hashed: bool = False,
 ) -> Params:
     """The parameters of a stage's checkpoint, or a part of them, in the training layout.
 
-    `step` is by default the last saved one; `of` selects the part from the whole tree.
+    `step` is by default the last saved one; `of` selects the part from the whole tree. A step that
+    `is_hashed` already is not hashed again.
 
     Raises:
         ValueError: the step is damaged, or its parameters are not finite.
@@ -160,6 +167,8 @@ def restore(
     with open_checkpoints(run, stage) as saved:
         step = saved.latest_step if step is None else step
         assert step is not None  # the caller has found the stage
+        if is_hashed:
+            saved.hashed.add(step)
         advice = f"set export.step to another of the saved steps {saved.steps}"
         return _restored(run, saved, stage, step, advice, of)
 

@@ -13,8 +13,14 @@ from ml_collections import ConfigDict
 from care_jax.config import resume
 from care_jax.config.checks import has_benchmarks_only, is_evaluated
 from care_jax.config.resume import TRAINING
+from care_jax.devices import distributed
 from care_jax.run.checkpoint import Checkpoints
-from care_jax.run.progress import checkpoint_folder, read_progress, saved_steps
+from care_jax.run.progress import (
+    check_same_steps,
+    checkpoint_folder,
+    read_progress,
+    saved_steps,
+)
 from care_jax.run.run import Run
 from care_jax.run.versions import config_before
 
@@ -33,6 +39,7 @@ def open_checkpoints(run: Run, stage: str) -> Checkpoints:
         keep=run.config.keep_checkpoints,
         keep_best=run.config.keep_best,
         best_metric=run.config.best_metric,
+        evaluation=resume.evaluation(run.config),
         fingerprint=run.fingerprint(),
         settings=resume.settings(run.config, stage),
     )
@@ -114,9 +121,12 @@ def check_workdir(run: Run, *, is_dry: bool = False) -> None:
 
     Raises:
         ValueError: see `open_checkpoints`; or RL would ignore the cold start in the workdir, or
-            needs it and it is gone; or no checkpoint can be written in a folder of that name.
+            needs it and it is gone; or no checkpoint can be written in a folder of that name; or
+            processes list different checkpoints.
     """
     _check_name(run.workdir.absolute())
+    folders = {stage: checkpoint_folder(run.workdir, stage) for stage in TRAINING}
+    check_same_steps({folders[stage]: saved_steps(run.workdir, stage) for stage in TRAINING})
     stages = run.config.stages
     if "rl" in stages and "sft" not in stages and saved_steps(run.workdir, "sft"):
         raise ValueError(
@@ -128,9 +138,9 @@ def check_workdir(run: Run, *, is_dry: bool = False) -> None:
         if is_dry:
             if saved := saved_steps(run.workdir, stage):
                 check_settings(run, stage, max(saved))
-        elif any(
-            path.name[0].isdecimal() for path in checkpoint_folder(run.workdir, stage).glob("*")
-        ):
+            continue
+        has_any = any(path.name[0].isdecimal() for path in folders[stage].glob("*"))
+        if any(distributed.gather_json(has_any)):
             open_checkpoints(run, stage).close()
     is_gone = _is_past_cold_start(run) and not saved_steps(run.workdir, "sft")
     if is_gone and not is_cold_start_unread(run):

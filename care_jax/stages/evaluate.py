@@ -67,17 +67,22 @@ def evaluate_stage(
 ) -> dict[str, float]:
     """Runs the stage `evaluate`; writes its metrics unless metrics.jsonl already has them.
 
+    Their line also says how the answers were decoded.
+
     A reward function's samples are not reused. Held-out questions that it judged are therefore not
     judged again if the stage `is_past`: a training stage behind it has checkpoints.
     """
+    decoding = {key: run.config.evaluate[key] for key in ("temperature", "num_samples")}
     before = run.metrics.line(f"evaluate_{name}", 0) if is_past and run.has_reward else None
+    if before and decoding != {key: before.pop(key, value) for key, value in decoding.items()}:
+        before = None
     metrics = evaluator(params, name=name, before=before)
-    line = {"stage": f"evaluate_{name}", "step": 0, **metrics}
+    line = {"stage": f"evaluate_{name}", "step": 0, **metrics, **decoding}
     is_there = jax.process_index() == 0 and any(
         record == line for _, record in read_records(run.metrics.path)
     )
     if not distributed.gather_json(is_there)[0]:
-        run.metrics.write(f"evaluate_{name}", 0, metrics)
+        run.metrics.write(f"evaluate_{name}", 0, metrics | decoding)
     return metrics
 
 
@@ -177,8 +182,9 @@ class Evaluator:
             metrics["num_not_judged"] = len(answered) - len(judged)
         unjudged = f", {metrics['num_not_judged']} not judged" if judged != answered else ""
         rates = [f", {key} {rate:.1%}" for key, rate in metrics.items() if key.startswith("pass@")]
+        how = how_decoded(run.config.evaluate.temperature)
         print_line(
-            f"{how_decoded(self._run.config)} accuracy after {label}: {metrics['acc']:.1%} "
+            f"{how} accuracy after {label}: {metrics['acc']:.1%} "
             f"(95% interval {metrics['acc_low']:.1%} to {metrics['acc_high']:.1%}, {len(judged)} "
             f"held-out examples{unjudged}, format {metrics['fmt']:.1%}{''.join(rates[-1:])})"
         )

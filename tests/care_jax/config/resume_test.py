@@ -64,6 +64,43 @@ def test_the_number_of_steps_of_the_cold_start_may_change_until_rl_has_checkpoin
     assert f"sft.num_steps was 50, is {num_steps}; set them back" in refusal(changes, "rl")
 
 
+MMMU, MATH = ("mmmu", "/a/MMMU"), ("mathvista", "/a/MathVista")
+
+
+@pytest.mark.parametrize(
+    ("metric", "changes", "is_same"),
+    [
+        ("acc", {}, True),
+        ("acc", {"evaluate.benchmarks": (MMMU, MATH), "evaluate.batch_size": 1}, True),
+        ("acc", {"data.test.path": "/b/test.jsonl", "verifier.num_workers": 9}, True),
+        ("acc", {"data.test.path": "/a/other.jsonl"}, False),
+        ("acc", {"data.test.num_examples": 5}, False),
+        ("acc", {"verifier.success": 0.9}, False),
+        ("acc", {"evaluate.temperature": 1.0}, False),
+        ("pass@4", {"evaluate.num_samples": 8}, False),
+        ("fmt", {"evaluate.max_response_tokens": 9}, False),
+        ("mean/acc", {"evaluate.benchmarks": (("mmmu", "/b/MMMU"),)}, True),
+        ("mean/acc", {"evaluate.benchmarks": (MATH, MMMU)}, False),
+        ("mmmu/acc", {"evaluate.benchmarks": (MATH, MMMU), "data.test.path": ""}, True),
+        ("mmmu/acc", {"evaluate.benchmarks": (("mmmu", "/a/dev"),)}, False),
+        ("mmmu/acc", {"evaluate.top_p": 0.9}, False),
+        ("mmmu/acc", {"evaluate.judge_model": "other"}, True),
+        ("mmmu/acc", {"evaluate.judge_url": "http://judge"}, False),
+    ],
+)
+def test_evaluations_are_the_same_if_what_best_metric_is_of_is(metric, changes, is_same):
+    test = common.source("jsonl", path="/a/test.jsonl")
+    before = {"best_metric": metric, "evaluate.benchmarks": (MMMU,)}
+
+    def digest(**changes):
+        config = config_of(**before)
+        config.data.test = test.copy_and_resolve_references()
+        config.update_from_flattened_dict(changes)
+        return resume.evaluation(config)
+
+    assert (digest(**changes) == digest()) == is_same
+
+
 # (stage, changes, the first difference that is named)
 REFUSED = (
     ("rl", {"rl.objective": "grpo"}, "rl.objective was 'care', is 'grpo'"),

@@ -148,6 +148,35 @@ def test_the_best_of_a_resumed_run_stays_until_it_is_beaten(tmp_path):
         assert not saved.is_among_best({"acc": 1.0})  # none is kept
 
 
+def test_the_best_are_sought_among_steps_of_one_evaluation(tmp_path, capsys):
+    with checkpoints(tmp_path, 1, keep_best=1, evaluation="easy") as saved:
+        save_all(saved, (2, 4))
+    with checkpoints(tmp_path, 1, keep_best=1, evaluation="hard") as saved:
+        assert saved.best_step == 2  # nothing else is evaluated yet
+        assert saved.is_among_best({"acc": 0.3})
+        save_all(saved, (5, 6))
+        assert saved.steps == [5, 6] and saved.best_step == 5
+        assert not saved.is_among_best({"acc": 0.3})
+        saved.save(7, make_state(7), {})
+        saved.add_metrics(7, {"acc": 0.4})
+    line = f"the acc of checkpoints [2] in {tmp_path} is of other questions or another decoding "
+    assert capsys.readouterr().out.startswith(f"{line}than that of step 5; ")
+    with checkpoints(tmp_path, 1, keep_best=1, evaluation="of an export") as saved:
+        assert saved.best_step == 7
+
+
+def test_an_evaluation_of_an_earlier_version_compares_with_all(tmp_path):
+    with checkpoints(tmp_path, keep_best=1) as saved:
+        save_all(saved, (2,))
+    (tmp_path / "2" / "metrics" / "metrics").write_text('{"acc": 0.7}')
+    integrity.update_manifest(tmp_path / "2", "metrics/metrics")
+    with checkpoints(tmp_path, keep_best=1, evaluation="now") as saved:
+        assert saved.best_step == 2
+        assert saved.is_among_best({"acc": 0.8}) and not saved.is_among_best({"acc": 0.6})
+        save_all(saved, (3,))
+        assert saved.best_step == 2
+
+
 def test_a_step_may_be_evaluated_after_it_was_saved(tmp_path):
     """As when a run is stopped inside the evaluation."""
     with checkpoints(tmp_path, 1, keep_best=1) as saved:
@@ -388,6 +417,28 @@ def zeroed(folder):
     path = next((folder / "4" / "state" / "d").iterdir())
     path.write_bytes(bytes(path.stat().st_size))
     return folder
+
+
+def test_processes_that_list_different_steps_do_not_restore_them(folder, monkeypatch):
+    """As on a mount whose listing is stale on one host, at the opening or after a rename."""
+    theirs = [[4]]
+
+    def gathered(value):
+        return [value, theirs if isinstance(value, list) and value != [""] else value]
+
+    monkeypatch.setattr(distributed, "gather_json", gathered)
+    message = rf"same checkpoints in {folder} on all processes, got the steps \[4, 6\], \[4\] by"
+    with pytest.raises(ValueError, match=message):
+        checkpoints(folder)
+    theirs = [[4, 6]]
+    with checkpoints(folder) as saved:
+        assert saved.restore(abstract(make_state())).step == 6
+    monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)
+    with (
+        checkpoints(zeroed(folder)) as saved,
+        pytest.raises(ValueError, match=r"\[6\], \[4, 6\] by"),
+    ):
+        saved.restore(abstract(make_state()), 4)
 
 
 OTHER = {"family": "qwen2_5_vl", "text": {"hidden_size": 128, "num_layers": 2}, "z": 0}

@@ -99,6 +99,23 @@ def test_the_end_says_what_was_learned_and_then_where_the_report_is(one_device, 
     assert report == f"report: {run.workdir / 'report.html'}" and "browser" in how
 
 
+def test_the_end_compares_evaluations_of_the_same_benchmarks_and_decoding(one_device, tmp_path):
+    run = run_with(tmp_path / "run")
+    greedy, sampled = {"temperature": 0.0, "num_samples": 1}, {"temperature": 1, "num_samples": 4}
+    two = {"mmmu/acc": 0.5, "mathvista/acc": 0.46, "mean/acc": 0.48}
+    one = {"mmmu/acc": 0.6, "mean/acc": 0.6}
+    records = [
+        {"stage": "evaluate_start", "acc": 0.1, **one, **greedy},
+        {"stage": "evaluate_sft", "acc": 0.2, **one, **sampled},
+        {"stage": "evaluate_rl", "acc": 0.3, **two, **sampled},
+    ]
+    write_metrics(run.workdir, records)
+    assert terminal.ending(run).splitlines() == [
+        "sampled accuracy, held-out questions: 20.0% after sft -> 30.0% after rl (+10.0 points)",
+        "sampled accuracy, benchmarks, their mean: 48.0% after rl",
+    ]
+
+
 def test_the_end_of_a_sampled_evaluation_of_benchmarks(one_device, tmp_path):
     changes = {"evaluate.temperature": 1.0, "stages": ("evaluate",)}
     run = run_with(tmp_path / "run", **changes)

@@ -141,6 +141,18 @@ def test_a_stage_with_steps_or_an_evaluation_left_is_not_finished(trained, capsy
     assert "checkpoint 4 is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("wanted", "step"), [("last", 4), ("2", 2)])
+def test_a_step_is_hashed_once_where_it_is_found_and_loaded(trained, monkeypatch, wanted, step):
+    hashed = []
+    monkeypatch.setattr(
+        weights.integrity, "shared_damage", lambda folder, of: hashed.append(of) or ""
+    )
+    trained.config.export.step = wanted
+    params = weights.load(trained, weights.find(trained, ()))
+    assert {float(leaf.mean()) for leaf in jax.tree.leaves(params)} == {float(step)}
+    assert hashed == [f"checkpoint {step}"]
+
+
 def damage(folder):
     """Changes the middle byte of the largest file."""
     path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)

@@ -1,12 +1,14 @@
 """From which workdirs a run may go on, and what of it must come from Python again."""
 
 import dataclasses
+import io
 import shutil
 
 import pytest
 
+from care_jax.devices import distributed
 from care_jax.devices.sharding import make_mesh
-from care_jax.run import versions
+from care_jax.run import versions, workdir
 from care_jax.run.run import Run
 from care_jax.run.workdir import check_given, check_workdir, read_by
 from configs import tiny
@@ -123,3 +125,23 @@ def test_a_workdir_that_checkpoints_cannot_be_read_from_is_refused(run, tmp_path
                 check_workdir(run, is_dry=is_dry)
         else:
             check_workdir(run, is_dry=is_dry)
+
+
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_processes_that_list_different_checkpoints_are_refused(begun, run, monkeypatch, is_dry):
+    begun(())
+    monkeypatch.setattr(distributed, "gather_json", lambda ours: [ours, [[], []]])
+    message = r"in \S+/checkpoints/rl on all processes, got the steps \[2\], \[\] by process; run"
+    with pytest.raises(ValueError, match=message):
+        check_workdir(run, is_dry=is_dry)
+
+
+def test_all_processes_open_what_one_of_them_finds(run, monkeypatch):
+    """An unfinished save, which the others may not list yet."""
+    opened = []
+    monkeypatch.setattr(distributed, "gather_json", lambda ours: [ours, ours or True])
+    monkeypatch.setattr(
+        workdir, "open_checkpoints", lambda run, stage: opened.append(stage) or io.StringIO()
+    )
+    check_workdir(run)
+    assert opened == ["sft", "rl"]

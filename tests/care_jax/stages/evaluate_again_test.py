@@ -231,6 +231,9 @@ def test_a_function_judges_once_what_a_later_stage_is_past(make_run, examples, a
     assert is_decoded and evaluated() == (first, False)
     assert evaluated("rl")[1]  # has no line yet
     assert evaluated(is_past=False)[1] and evaluated(changes={})[1]
+    assert evaluated(changes=GRADED | {"evaluate.temperature": 1.0})[1]
+    line = json.loads(make_run({}).metrics.path.read_text().splitlines()[-1])
+    assert (line["stage"], line["temperature"], line["num_samples"]) == ("evaluate_sft", 1, 1)
 
 
 def test_samples_of_a_reward_function_are_kept_beside_those_of_the_rules(staged, make_run):
