@@ -33,6 +33,7 @@ from care_jax.report.console import print_line
 from care_jax.report.metrics import MetricWriter
 from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
+from care_jax.rl import carry_over
 from care_jax.run import interrupts, lock, space, terminal, weights
 from care_jax.run.progress import saved_steps
 from care_jax.run.reward_trial import check_reward
@@ -107,6 +108,8 @@ def run_stages(
     workdir.mkdir(parents=True, exist_ok=True)
     with lock.held(workdir):
         check_workdir(run)
+        if "rl" in config.stages:
+            carry_over.check_resumed(run)
         if warning := space.check(run):
             print_line(warning)
         if run.config.compilation_cache:

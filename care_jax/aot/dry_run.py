@@ -27,6 +27,7 @@ from care_jax.devices import sharding
 from care_jax.devices.flops import GIB
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.prompts.rendering import image_line, rendered, resized_images
+from care_jax.rl import carry_over
 from care_jax.rl.rollout_programs import rollout_sizes
 from care_jax.run import space
 from care_jax.run.policy import decode_shardings
@@ -206,6 +207,8 @@ def _files(run: Run) -> Iterator[str]:
             "file; choose another --workdir"
         )
     check_workdir(run, is_dry=True)
+    if "rl" in config.stages:
+        carry_over.check_resumed(run)
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
     yield "config.json, starts.jsonl, metrics.jsonl, tensorboard/"
     yield "report.html, report.jsonl, rollouts.jsonl"

@@ -40,6 +40,8 @@ def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
     unread = (f"data.{SECTIONS['evaluate']}.", "data.prepare.")
     for other in set(TRAINING) - passed:
         unread += _ONLY_IN[other]
+    if {*stages} == {"evaluate"}:  # of a benchmark whose prompts are longer, or images larger
+        unread += ("data.buckets", "data.min_pixels", "data.max_pixels")
     if "rl" in passed:
         unread += tuple(f"{name}." for name in OBJECTIVES if name != config.rl.objective)
     found = {}

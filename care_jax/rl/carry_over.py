@@ -34,12 +34,38 @@ from care_jax.report.console import print_line
 from care_jax.rl.rollout import CarriedOver, asked
 from care_jax.rl.rollout_programs import RolloutPrograms, rollout_sizes
 from care_jax.run.checkpoint import InFlightSave
+from care_jax.run.progress import checkpoint_folder, read_progress, saved_steps
 from care_jax.run.run import Run
 from care_jax.run.stage import Stage
 from models.attention.cached import keys_axis
 
 # Of the rollouts that are saved; drawn_logp and routes where there are some.
 _FIELDS = "tokens", "is_valid", "logp", "drawn_logp", "age", "embedding", "routes"
+
+
+def check_resumed(run: Run) -> None:
+    """Checks that unfinished rollouts in the workdir can go on, before anything is loaded.
+
+    Raises:
+        ValueError: see `restored`, but for the layout of keys, which depends on the kernel.
+    """
+    steps, rl = saved_steps(run.workdir, "rl"), run.config.rl
+    if not steps or steps[-1] >= rl.num_steps or not num_carried(run):
+        return
+    folder, (tries, _) = checkpoint_folder(run.workdir, "rl"), rollout_sizes(run)
+    progress = read_progress(folder, steps[-1], run.fingerprint())
+    if in_flight := progress.get("in_flight"):
+        ours = {"rows": tries.num_rows, "shards": tries.num_shards}
+        _check_sizes({name: in_flight["sizes"][name] for name in ours}, ours)
+
+
+def _check_sizes(saved: Mapping[str, int], ours: Mapping[str, int]) -> None:
+    if saved != ours:
+        raise ValueError(
+            f"the checkpoint has unfinished rollouts of decoding with {saved}, and this run has "
+            f"{ours}; resume with the same rl.decode_rows and mesh; if only keys_axis differs, on "
+            "a TPU, set model.attention to 'kernel' (-2) or 'xla' (-1)"
+        )
 
 
 def num_carried(run: Run) -> int:
@@ -145,12 +171,7 @@ def restored(
     Raises:
         ValueError: decoding has other sizes than when it was saved.
     """
-    if (saved := description["sizes"]) != _sizes(queue):
-        raise ValueError(
-            f"the checkpoint has unfinished rollouts of decoding with {saved}, and this run has "
-            f"{_sizes(queue)}; resume with the same rl.decode_rows and mesh; if only keys_axis "
-            "differs, on a TPU, set model.attention to 'kernel' (-2) or 'xla' (-1)"
-        )
+    _check_sizes(description["sizes"], _sizes(queue))
     scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
     scheduler.restore(description["scheduler"])
     columns = map(np.array, zip(*description["prompts"], strict=True))

@@ -56,6 +56,14 @@ def test_what_changes_no_weight_or_is_listed_may_change(stage, changes):
     assert refusal(changes, stage) == ""
 
 
+def test_an_evaluation_alone_may_read_longer_prompts_and_larger_images():
+    larger = {"data.buckets": ((8192, 30720),), "data.max_pixels": 10**7, "data.min_pixels": 1}
+    assert refusal(larger | {"stages": ("evaluate",)}) == ""
+    for stages in (("rl",), ("evaluate", "export"), ("evaluate", "rl")):
+        said = refusal(larger | {"stages": stages})
+        assert all(f"{key} was" in said for key in larger)
+
+
 @pytest.mark.parametrize("num_steps", [70, 40])
 def test_the_number_of_steps_of_the_cold_start_may_change_until_rl_has_checkpoints(num_steps):
     """Else RL would go on with its policy, and another reference of the KL term."""

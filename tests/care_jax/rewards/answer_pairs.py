@@ -602,6 +602,33 @@ EQUAL = [
     ("③①", "①③"),
     ("(3)(1)", "(1)(3)"),
     ("①③", "(1)(3)"),
+    # a pair of numbered values
+    ("x_1=4, x_2=5", "(4,5)"),
+    # semicolons part blanks, or the items of a set that has commas or names
+    ("5 and 3", "5; 3"),
+    ("{5,3}", "5; 3"),
+    ("3; 5", "5, 3"),
+    ("x=3 or x=5", "x=5; x=3"),
+    ("BC=2; AB=6", "AB=6; BC=2"),
+    ("(2,1), (1,2)", "(1,2); (2,1)"),
+    # signs of Unicode, and sets of numbers in plain letters
+    ("∆ABC", "\\triangle BCA"),
+    ("∡ABC", "\\angle ABC"),
+    ("∢ABC", "\\angle CBA"),
+    ("AB‖CD", "AB \\parallel CD"),
+    ("x ≧ 3", "x \\ge 3"),
+    ("{x ∣ x > 3}", "x > 3"),
+    ("∣x∣ = 3", "|x| = 3"),
+    ("ℝ", "\\mathbb{R}"),
+    ("R", "\\mathbb R"),
+    ("x∈ℝ", "(-∞, ∞)"),
+    ("x ∈ R", "\\mathbb{R}"),
+    ("x=kπ, k∈ℤ", "x = k\\pi, k \\in \\mathbb{Z}"),
+    ("x = k\\pi, k \\in Z", "x = k\\pi (k \\in \\mathbf{Z})"),
+    ("3∕4", "0.75"),
+    # lengths and magnitudes
+    ("|AB| = 5", "5"),
+    ("|\\vec{a}| = 5", "5"),
 ]
 DIFFERENT = [
     ("\\begin{pmatrix}1 & 2\\end{pmatrix}", "\\begin{pmatrix}1 \\\\ 2\\end{pmatrix}"),
@@ -629,7 +656,6 @@ DIFFERENT = [
     ("between 0 and 100", "7"),
     ("Excellent", "NET Excellent/ good"),
     ("2.3", "2,3"),
-    ("12\\pi cm", "12\\pi m"),
     ("计划的比例为13/28 吗", "13/28"),
     # names by corners
     ("\\angle BAC", "\\angle ABC"),
@@ -1069,6 +1095,39 @@ DIFFERENT = [
     ("①③", "3"),
     ("①③", "①②"),
     ("(1)(2)", "(1)(3)"),
+    # two values for an interval
+    ("1, 2", "1 < x < 2"),
+    ("1 and 2", "1 < x < 2"),
+    ("{1,2}", "1 < x < 2"),
+    ("x=1 or x=2", "1 < x < 2"),
+    ("1,3", "x \\in (1,3)"),
+    ("x = \\pm 3", "|x|<3"),
+    ("-\\sqrt3, \\sqrt3", "-\\sqrt3<x<\\sqrt3"),
+    ("x=-2, x=7", "(-2,7)"),
+    ("x=-2, x=7", "[-2,7]"),
+    ("x=1,2", "(1,2)"),
+    ("[1,2]", "x=1, x=2"),
+    # blanks in another order
+    ("decrease; increase", "increase; decrease"),
+    ("3; 5", "5; 3"),
+    ("3, 5", "5; 3"),
+    ("3和5", "5；3"),
+    ("{3,5}", "5; 3"),
+    ("3 or 5", "3; 5"),
+    # signs of Unicode
+    ("∡ABC", "\\angle ACB"),
+    ("∆ABC", "\\triangle ABD"),
+    ("{x ∣ x > 4}", "x > 3"),
+    ("x ≦ 3", "x \\ge 3"),
+    # values of other quantities
+    ("|x| = 5", "5"),
+    ("abs(x) = 5", "5"),
+    ("Twice the number is 5", "5"),
+    ("The opposite of x is $5$", "5"),
+    ("x的相反数=5", "5"),
+    # formulas of other quantities
+    ("5\\pi cm", "50\\pi mm^2"),
+    ("2\\sqrt2, 500\\sqrt2 cm", "5\\sqrt2 m"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
@@ -1196,6 +1255,15 @@ ASKED_EQUAL = [
     ("θ = \\arctan(3/4) ≈ 36.9°", "\\arctan\\frac34"),
     ("5\\sqrt2 cm ≈ 7.07 cm", "5\\sqrt2"),
     ("\\frac{1+\\sqrt5}{2} ≈ 1.6", "\\frac{1+\\sqrt5}{2}"),
+    # blanks in order
+    ("2\\sqrt2; 3", "\\sqrt8; 3"),
+    ("x=2\\sqrt2, y=3", "\\sqrt8; 3"),
+    # a product with an improper fraction
+    ("3\\frac{5}{2}", "7.5"),
+    # formulas in other units
+    ("500\\sqrt2 cm", "5\\sqrt2 m"),
+    ("x = 5\\pi cm^2", "500\\pi mm^2"),
+    ("18\\pi km/h", "5\\pi m/s"),
 ]
 ASKED_DIFFERENT = [
     # names by corners
@@ -1348,6 +1416,26 @@ ASKED_DIFFERENT = [
     ("2\\sqrt3 ≈ 9", "2\\sqrt3"),
     ("x = 2\\sqrt3 ≈ 3", "\\sqrt{12}+1"),
     ("\\sqrt{12} ≈ 4", "2\\sqrt3"),
+    # two values for an interval
+    ("(x=1, x=2)", "1 < x < 2"),
+    # squared and cubed variables
+    ("6", "6s^2"),
+    ("6h^3", "6"),
+    ("\\sqrt3 s^2", "\\sqrt3"),
+    ("\\frac{\\sqrt3}{4}", "\\frac{\\sqrt3}{4} s^2"),
+    # blanks in another order
+    ("3; 2\\sqrt2", "\\sqrt8; 3"),
+    ("3, 2\\sqrt2", "\\sqrt8; 3"),
+    # sets of numbers
+    ("x=2kπ, k∈ℤ", "x = k\\pi, k \\in \\mathbb{Z}"),
+    ("ℝ", "\\mathbb{Q}"),
+    ("n ∈ ℕ", "n \\in \\mathbb{Z}"),
+    ("n ∉ ℕ", "n ∈ ℕ"),
+    # a product with an improper fraction
+    ("3\\frac{5}{2}", "5.5"),
+    # formulas in other units
+    ("12\\pi cm", "12\\pi m"),
+    ("5\\pi cm^2", "50\\pi mm^2"),
 ]
 
 

@@ -48,7 +48,7 @@ RED_AND_SEVEN = ("red", "7 cm", "9")
         ("x = 7", "7", 1, "same value"),
         ("x = 8", "7", 0, "another value"),
         ("x = 7", "y = 7", 0, "another variable"),
-        ("7\\pi cm", "7\\pi m", 0, "another unit"),
+        ("7\\pi cm", "7\\pi kg", 0, "another unit"),
         ("a long way", "7", 0, "other words"),
         ("> 6", "7", 0, "a relation, no value"),
         ("9 = 7", "7", 0, "an equation, no value"),

@@ -1,6 +1,7 @@
 """Which prompts the first step draws beyond its batch."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -53,6 +54,28 @@ def test_no_prompt_of_the_stream_is_drawn_twice(carrying, questions):
     assert sorted(positions) == list(range(8 + 32))
     asked = [*first.examples, *batches.batch(0)[0]]
     assert len({example.id for example in asked}) == 24
+
+
+def test_a_mesh_that_unfinished_rollouts_do_not_fit_is_refused_at_once(carrying):
+    run = carrying(0.5)
+    tries, _ = rollout_sizes(run)
+    sizes = {"rows": tries.num_rows, "shards": tries.num_shards, "keys_axis": -1}
+    carry_over.check_resumed(run)
+
+    def save(step, **changes):
+        folder = run.workdir / "checkpoints" / "rl" / str(step)
+        (folder / "progress").mkdir(parents=True)
+        progress = {"fingerprint": run.fingerprint(), "in_flight": {"sizes": sizes | changes}}
+        (folder / "progress" / "metadata").write_text(json.dumps(progress))
+        (folder / "commit_success.txt").touch()
+
+    save(1)
+    carry_over.check_resumed(run)
+    save(2, shards=8)
+    with pytest.raises(ValueError, match=r"with .*'shards': 8}, and .*'shards': 4}; resume with"):
+        carry_over.check_resumed(run)
+    run.config.rl.num_steps = 2
+    carry_over.check_resumed(run)
 
 
 def test_few_groups_move_where_shards_finished_unequal_numbers(carrying):

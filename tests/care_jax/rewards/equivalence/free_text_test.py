@@ -1,6 +1,10 @@
 """The answer of a text with sentences."""
 
-from care_jax.rewards.equivalence.free_text import final_answer
+from care_jax.rewards.equivalence.free_text import (
+    final_answer,
+    formula_of_sentence,
+    value_of_sentence,
+)
 
 
 def test_free_text_settles_on_its_last_answer():
@@ -25,3 +29,15 @@ def test_free_text_settles_on_its_last_answer():
         assert final_answer(f"It has 7, we find {formula}") == formula
     # A formula within a line does not go over it, and its numbers are no answers.
     assert final_answer("Answer \\( \n 9 \n \\)") == "Answer \\( \n 9 \n \\)"
+
+
+def test_a_sentence_about_a_computed_quantity_does_not_state_the_value():
+    for name in ("Twice the number", "Three times the number", "The opposite of x", "Double x",
+                 "One third of them", "x squared"):  # fmt: skip
+        assert value_of_sentence(f"{name} is 5", []) == f"{name} is 5"
+        assert formula_of_sentence(f"So {name} is $5$") == f"So {name} is $5$"
+    for name in ("The area of the square", "The number of times", "The area in cm squared"):
+        assert value_of_sentence(f"{name} is 5", []) == "5"
+    assert formula_of_sentence("By the square root of both sides, we get $5$") == "$5$"
+    assert value_of_sentence("x的相反数是5", []) == "x的相反数是5"
+    assert value_of_sentence("它的面积是5", []) == "5"

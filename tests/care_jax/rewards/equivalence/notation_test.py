@@ -11,6 +11,7 @@ from care_jax.rewards.equivalence.notation import (
     MAX_CHARS,
     clean,
     has_relation,
+    is_sequence,
     split_list,
 )
 from care_jax.rewards.equivalence.notation import (
@@ -165,6 +166,14 @@ def test_commas_and_words_that_stand_alone_make_a_list_of_what_they_part():
     assert split_list("{7}") == ("{}", ["7"])
     for text in ("", "7", "sandy", "forty", "1,", "1, 2)", "1, (2", "(1,2)(3,4)", "1," * 65):
         assert split_list(text) is None, text
+
+
+def test_a_sequence_is_plain_values_between_semicolons_alone():
+    for text in ("5; 3", "increase; decrease", "(1); \\sqrt{2}"):
+        assert is_sequence(text), text
+    for text in ("5, 3", "5; 3, 4", "5; 3 and 4", "x = 5; x = 3", "x > 5; 3", "(1,2); (2,1)",
+                 "[1;2]", "\\{1;2\\}", "(1;2)", "5"):  # fmt: skip
+        assert not is_sequence(text), text
 
 
 def test_relations_are_all_but_equality():

@@ -48,10 +48,13 @@ def test_a_number_is_read_exactly_however_it_is_written(write, number, places):
 
 @quickly
 @given(st.integers(0, 999), st.integers(1, 99), st.integers(1, 99))
-def test_a_mixed_number_is_the_sum_of_its_parts(whole, top, bottom):
+def test_a_mixed_number_is_the_sum_of_its_parts_and_has_a_proper_fraction(whole, top, more):
+    bottom = top + more
     value = whole + Fraction(top, bottom)
     assert read_number(f"{whole} {top}/{bottom}").value == value
     assert read_number(f"-{whole}\\frac{{{top}}}{{{bottom}}}").value == -value
+    assert read_number(f"{whole} {bottom}/{top}") is None
+    assert read_number(f"{whole}\\frac{{{bottom}}}{{{top}}}") is None
 
 
 def test_commas_and_spaces_group_thousands_alone():
@@ -66,7 +69,7 @@ def test_commas_and_spaces_group_thousands_alone():
     ["", ".", "x", "7x", "+-3", "7/0", "1/2/3", "5 times 2", "5 hundred", "about 7", "7 or 8",
      "7 th", "9" * 5000, "1e999999999", "1e-61", "5N", "2GB", "3ABC", "5\\cdot m", "5 B", "5 mV^2",
      "3 tens", "3 sixties", "3 squared", "7 quadrillion", "7 crore", "5 apple", "5 per", "(1,234)",
-     "5 unless"],
+     "5 unless", "5 s^2", "5g^3"],
 )  # fmt: skip
 def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
     assert read_number(text) is None
@@ -84,6 +87,7 @@ def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
         ("10 cm^2", 10, "square cm"),
         ("10 sq cm", 10, "square cm"),
         ("10 m3", 10, "cubic m"),
+        ("10 ft^3", 10, "cubic ft"),
         ("60 mph", 60, "mi per h"),
         ("60 miles per hour", 60, "mi per h"),
         ("5 m/s", 5, "m per s"),
@@ -136,19 +140,22 @@ def test_a_singular_is_a_unit_after_one_and_below_one_in_a_gold_answer():
 
 
 # By hand: so many of the second make one of the first.
-CONVERSIONS = [
+LENGTHS = [
     ("km", "m", 1000), ("m", "cm", 100), ("cm", "mm", 10), ("mile", "feet", 5280),
-    ("yard", "feet", 3), ("foot", "inches", 12), ("kg", "g", 1000), ("g", "mg", 1000),
-    ("hour", "minutes", 60), ("minute", "seconds", 60), ("L", "mL", 1000), ("dollar", "cents", 100),
+    ("yard", "feet", 3), ("foot", "inches", 12),
 ]  # fmt: skip
+OTHERS = [
+    ("kg", "g", 1000), ("g", "mg", 1000), ("hour", "minutes", 60), ("minute", "seconds", 60),
+    ("L", "mL", 1000), ("dollar", "cents", 100),
+]  # fmt: skip
+CONVERSIONS = st.tuples(st.sampled_from(LENGTHS), st.sampled_from(["", "^2", "^3"]))
+CONVERSIONS |= st.tuples(st.sampled_from(OTHERS), st.just(""))
 
 
 @quickly
-@given(st.sampled_from(CONVERSIONS), st.integers(1, 10**6), st.sampled_from(["", "^2", "^3"]))
-def test_a_quantity_equals_itself_in_another_unit_and_no_other_number_of_it(
-    conversion, number, power
-):
-    large, small, factor = conversion
+@given(CONVERSIONS, st.integers(1, 10**6))
+def test_a_quantity_equals_itself_in_another_unit_and_no_other_number_of_it(conversion, number):
+    (large, small, factor), power = conversion
     converted = number * factor ** int(power[1:] or 1)
     assert agree(f"{number} {large}{power}", f"{converted} {small}{power}")
     assert agree(f"{converted} {small}{power}", f"{number} {large}{power}")
