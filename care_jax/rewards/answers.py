@@ -190,7 +190,9 @@ def _compare_exact(prediction: str, gold: str, limits: Limits) -> str | Comparis
         ):
             break
         if unit and gold_unit and unit != gold_unit:
-            return "different: another unit"
+            body = _converted(body, unit, gold_unit)
+            if not body:
+                return "different: another unit"
         if limits.units_matter and bool(unit) != bool(gold_unit):
             return "different: a unit on one side"
         if (body, gold_body) == (prediction, gold):
@@ -199,46 +201,27 @@ def _compare_exact(prediction: str, gold: str, limits: Limits) -> str | Comparis
     return _for_algebra(prediction, gold, limits)
 
 
+def _converted(text: str, unit: str, other: str) -> str:
+    """A formula in another unit of its quantity; "" for another quantity, lists and equations."""
+    factor = quantities.conversion(unit, other)
+    name, value = assignments.split(text)
+    if factor is None or "=" in value or notation.split_list(value):
+        return ""
+    value = f"\\frac{{{factor.numerator}}}{{{factor.denominator}}} \\cdot ({value})"
+    return f"{name} = {value}" if name else value
+
+
 def _for_algebra(prediction: str, gold: str, limits: Limits) -> str | Comparison:
     """The comparison for computer algebra, or the outcome if none is needed."""
-    if not parts.are_mathematics(prediction, gold):
-        return "different: other words"
-    if any(clock and clock.is_certain for clock in map(joined.read_clock, (prediction, gold))):
-        return "different: another time"
-    if joined.is_range(gold):
-        return "different: another range or date"  # and no difference, such as -11 for 18-29
-    if refusal := formulas.refusal(assignments.split(prediction)[1], gold):
-        return f"refused: {refusal}"
-    if (is_same := joined.same_statements(prediction, gold)) is not None:
-        return outcome_of(is_same, "set of statements")
-    if formulas.has_vector_product(prediction, gold):
-        return "different: another product of vectors"  # for computer algebra it commutes
     if regions := parts.read_both(relations.read_region, prediction, gold):
         prediction, gold = (region.latex() for region in regions)
     elif pair := matrices.read_pair(prediction, gold):
         prediction, gold = map(matrices.as_latex, pair)
-    if notation.has_relation(prediction) and not (
-        notation.has_relation(gold) or re.search(r"[\[(].*,.*[\])]", gold)
-    ):
-        return "different: a relation, no value"  # such as `\neq 7` or `> 6`
-    if _several_values(prediction, gold) or _several_values(gold, prediction):
-        return "different: another number of values"
-    (name, value), (_, gold_value) = map(assignments.split, (prediction, gold))
-    has_marks = any(mark in prediction + gold for mark in "'^")
-    if has_marks and notation.marked(value) != notation.marked(gold_value):
-        return "different: other primes"  # computer algebra ignores them
-    if (ratios := joined.ratios_as_latex(value, gold_value)) is None:
-        return "different: another ratio"
-    if ratios != (value, gold_value):
-        prediction, gold = ratios
-    listed = notation.split_list(prediction) if "=" in prediction else None
-    if "=" not in gold:
-        items = listed[1] if listed and listed[0] in _NO_BRACKETS else [prediction]
-        prediction = ", ".join(assignments.split(item)[1] for item in items)
-        listed = None
-    elif name and not listed and prediction.count("=") > gold.count("="):
-        prediction = f"{name} = {value}"
-    if prediction.count("=") > gold.count("=") and not listed:
+    if outcome := _without_algebra(prediction, gold):
+        return outcome
+    prediction, gold = _formulas(prediction, gold)
+    is_list = "=" in gold and notation.split_list(prediction)
+    if prediction.count("=") > gold.count("=") and not is_list:
         return "different: an equation, no value"  # in `9 = 7` neither side is the answer
     return Comparison(
         gold=formulas.as_latex(gold),
@@ -246,6 +229,66 @@ def _for_algebra(prediction: str, gold: str, limits: Limits) -> str | Comparison
         num_decimals=_NUM_DECIMALS if limits.num_decimals is None else limits.num_decimals,
         tolerance=limits.tolerance,
     )
+
+
+def _without_algebra(prediction: str, gold: str) -> str | None:
+    """The outcome of what computer algebra would misread or not read; None for all else."""
+    if not parts.are_mathematics(prediction, gold):
+        return "different: other words"
+    if any(clock and clock.is_certain for clock in map(joined.read_clock, (prediction, gold))):
+        return "different: another time"
+    if joined.is_range(gold):
+        return "different: another range or date"  # and no difference, such as -11 for 18-29
+    value, gold_value = (assignments.split(text)[1] for text in (prediction, gold))
+    if refusal := formulas.refusal(value, gold):
+        return f"refused: {refusal}"
+    if (is_same := joined.same_statements(prediction, gold)) is not None:
+        return outcome_of(is_same, "set of statements")
+    if formulas.has_vector_product(prediction, gold):
+        return "different: another product of vectors"  # for computer algebra it commutes
+    if notation.has_relation(prediction) and not (
+        notation.has_relation(gold) or re.search(r"[\[(].*,.*[\])]", gold)
+    ):
+        return "different: a relation, no value"  # such as `\neq 7` or `> 6`
+    if _is_values(prediction) and notation.has_relation(gold) and not notation.split_list(gold):
+        return "different: values, no interval"  # computer algebra takes `1, 2` for (1, 2)
+    if _several_values(prediction, gold) or _several_values(gold, prediction):
+        return "different: another number of values"
+    has_marks = any(mark in prediction + gold for mark in "'^")
+    if has_marks and notation.marked(value) != notation.marked(gold_value):
+        return "different: other primes"  # computer algebra ignores them
+    if joined.ratios_as_latex(value, gold_value) is None:
+        return "different: another ratio"
+    return None
+
+
+def _formulas(prediction: str, gold: str) -> tuple[str, str]:
+    """Both texts without the names that only one has, ratios as quotients, sequences as tuples."""
+    if notation.is_sequence(gold) and (items := notation.split_list(prediction)):
+        return _as_tuple(items[1]), f"({gold.replace(';', ',')})"
+    (name, value), (_, gold_value) = map(assignments.split, (prediction, gold))
+    ratios = joined.ratios_as_latex(value, gold_value)
+    if ratios and ratios != (value, gold_value):
+        prediction, gold = ratios
+    listed = notation.split_list(prediction) if "=" in prediction else None
+    if "=" not in gold:
+        items = listed[1] if listed and listed[0] in _NO_BRACKETS else [prediction]
+        prediction = ", ".join(assignments.split(item)[1] for item in items)
+    elif name and not listed and prediction.count("=") > gold.count("="):
+        prediction = f"{name} = {value}"
+    return prediction, gold
+
+
+def _as_tuple(items: list[str]) -> str:
+    """The values of a list in their order, which computer algebra ignores without brackets."""
+    return f"({', '.join(assignments.split(item)[1] for item in items)})"
+
+
+def _is_values(text: str) -> bool:
+    """Whether a text is a list of values in any order, such as the roots of an equation."""
+    listed = notation.split_list(text)
+    is_unordered = listed is not None and listed[0] in (*_NO_BRACKETS, "{}")
+    return is_unordered and not notation.has_relation(text)
 
 
 def _several_values(text: str, other: str) -> bool:

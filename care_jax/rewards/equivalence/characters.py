@@ -15,6 +15,9 @@ _SYMBOLS = {
     "≅": "\\cong ", "→": "\\rightarrow ", "∧": "\\wedge ", "∨": "\\vee ", "⊙": "\\odot ",
     "⟨": "\\langle ", "⟩": "\\rangle ", "∘": "\\circ ", "︰": ":",
     "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "⟂": "\\perp ",
+    "∆": "\\Delta ", "∡": "\\angle ", "∢": "\\angle ", "‖": "||", "∣": "|", "∉": "\\notin ",
+    "≦": "\\le ", "≧": "\\ge ", "∙": "\\cdot ", "∕": "/",
+    **{c: f"\\mathbb{{{unicodedata.normalize('NFKC', c)}}}" for c in "ℂℕℚℝℤ"},
     "或": " or ", "和": " and ", "且": " and ",
     "√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "′": "'", "″": "''", "‘": "'", "’": "'",
 }  # fmt: skip

@@ -252,7 +252,8 @@ def _as_symbol(match: re.Match) -> str:
 def _mixed_number(match: re.Match) -> str:
     """`1\\frac{3}{4}` as a sum; an improper fraction is a factor."""
     whole, top, bottom = match.groups()
-    return f"({whole}+\\frac{{{top}}}{{{bottom}}})" if int(top) < int(bottom) else match.group()
+    sign = "+" if int(top) < int(bottom) else " \\cdot "
+    return f"({whole}{sign}\\frac{{{top}}}{{{bottom}}})"
 
 
 def _brace_roots(text: str) -> str:

@@ -25,6 +25,17 @@ HEDGE = re.compile(
     r"(?<![a-zA-Z])(?:or|either|maybe|perhaps|possibly|probably)(?![a-zA-Z])|可能|也许|大概",
     re.IGNORECASE,
 )
+# What says that a value is of a quantity computed from another: `twice x`, `the opposite of x`.
+ANOTHER_QUANTITY = (
+    r"(?<![a-zA-Z])(?i:twice|thrice|(?:two|three|four|five|six|ten) times"
+    r"|(?:half|(?:a|one)[ -](?:third|quarter|fifth)|root|square|cube|double"
+    r"|opposite|negative|reciprocal) of"
+    r"|(?:double|triple|half|minus|negative) (?:the(?![a-z])|[a-zA-Z]{1,2}$)"
+    r"|(?<!in )[a-zA-Z]{1,2} (?:squared|cubed|doubled)$)(?![a-zA-Z])"
+    r"|的(?:一半|平方|立方|.倍|相反数|倒数)$|分之.$"
+)
+_ANOTHER_QUANTITY = re.compile(ANOTHER_QUANTITY)
+_IS = re.compile(r"(?: (?:is|equals|is equal to)|[是为=]|等于) *$")
 
 _PHRASE = re.compile(
     r"(?:answer|solution|result|réponse)(?: is| est| ?:)(?: (?:therefore|thus|then))? ?:?|"
@@ -240,5 +251,8 @@ def value_of_sentence(text: str, expected: Sequence[str]) -> str:
 def _changes_value(before: str) -> bool:
     """Whether words before a value say that it is another, as in `less than 5` and `six or 5`."""
     if any(c.isdigit() for c in before):
+        return True
+    name = _IS.sub("", before)
+    if name != before and _ANOTHER_QUANTITY.search(re.split("[,;:]", name)[-1]):
         return True
     return any(pattern.search(before) for pattern in (NEGATION, HEDGE, _CONDITION))

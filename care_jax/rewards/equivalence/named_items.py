@@ -52,6 +52,12 @@ def values_of_one(*lists: list[str]) -> tuple[list[str], ...] | None:
     return tuple([value for _, value in each] for each in pairs)
 
 
+def names_repeat(items: list[str]) -> bool:
+    """Whether two items assign to one name, as the roots `x = 1, x = 2` do."""
+    names = [notation.key(name) for name, _ in map(assignments.split, items) if name]
+    return len(set(names)) < len(names)
+
+
 def names_differ(items: list[str]) -> bool:
     """Whether all items are assignments to different variables; `x_1` and `x_2` are two of one."""
     names = (assignments.variable(assignments.split(item)[0]) for item in items)

@@ -39,6 +39,7 @@ _SYMBOL = re.compile(
 )
 _AMPERSAND = re.compile(r"(?<=[a-z]{2}) ?& ?(?=[a-z]{2})")
 _INDEX = re.compile(r"(?<=[a-zA-Z])(?<!l[gn])(?<!log)_(?:(\d)|\{(\d+)\})(?!\d)")
+_BLACKBOARD = re.compile(r"\\mathbb\{([A-Z])\}")  # often written as a plain letter
 _ANSWER = (
     "answer|ans|result|value|solution|conclusion|réponse|respuesta|resposta|risposta|antwort"
     "|jawaban|ответ|答え|정답"
@@ -163,6 +164,8 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     (r"\\varnothing", r"\\emptyset"),
+    (r"\\mathbb ([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
+    (r"\\in *([CNQRZ])(?![a-zA-Z])", r"\\in \\mathbb{\1}"),
     (r"(?<!\\)\\&", "&"),
     (r"(?<![\\a-zA-Z])[iI]nfinity(?![a-zA-Z])", r"\\infty "),
     (r"\+ ?/ ?-", r"\\pm "),
@@ -261,6 +264,7 @@ def key(text: str) -> str:
     while len(text) > 2 and text[0] + text[-1] in _PAIRS:
         text = text[1:-1]
     text = _INDEX.sub(r"\1\2", text) if "_" in text else text  # x_1 is x1, and CO_2 is CO2
+    text = _BLACKBOARD.sub(r"\1", text) if "bb" in text else text
     if len(text) == 3 and text[0] in "([" and text[2] in ")]":
         return text[1]
     return text[0] if len(text) == 2 and text[0].isalnum() and text[1] == ")" else text
@@ -291,6 +295,15 @@ def split_tuple(text: str) -> tuple[str, list[str]] | None:
     if len(names) != len(values):
         return None
     return "", [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
+
+
+def is_sequence(text: str) -> bool:
+    """Whether a text is values separated by semicolons alone, as those of several blanks are.
+
+    Commas, brackets and names around the values say that they are something else.
+    """
+    listed = None if "," in text or "=" in text or has_relation(text) else split_list(text)
+    return listed is not None and listed[0] == "" and text.count(";") == len(listed[1]) - 1
 
 
 def split_list(text: str) -> tuple[str, list[str]] | None:

@@ -154,7 +154,8 @@ def _lists(pair: _Pair) -> Verdict | None:
     listed, gold_listed = pair.lists
     if not (listed and gold_listed):
         return None
-    return _compare_lists(listed, gold_listed, pair.limits), "list"
+    is_sequence = notation.is_sequence(pair.gold)
+    return _compare_lists(listed, gold_listed, pair.limits, is_sequence), "list"
 
 
 def _lists_of_one(pair: _Pair) -> Verdict | None:
@@ -251,12 +252,15 @@ def _compare_regions(
     return None if decided is False and len(gold.intervals) > 1 else decided
 
 
-def _compare_lists(prediction: Items, gold: Items, limits: Limits) -> bool | None:
+def _compare_lists(
+    prediction: Items, gold: Items, limits: Limits, is_sequence: bool
+) -> bool | None:
     (brackets, items), (gold_brackets, gold_items) = prediction, gold
     items, gold_items = named_items.with_names(items), named_items.with_names(gold_items)
     # `x = 1, y = 2` has the order of its names for `1, 2`; between two such lists the names decide.
     is_named, is_gold_named = (named_items.names_differ(given) for given in (items, gold_items))
     is_unordered = {brackets, gold_brackets} <= {"", "or", "{}"} and is_named == is_gold_named
+    is_unordered &= not is_sequence  # of the gold answer
     if brackets != gold_brackets and "or" in (brackets, gold_brackets):
         # Alternatives are a list only if they are the values of one variable.
         is_one = is_unordered and not is_named
@@ -269,6 +273,11 @@ def _compare_lists(prediction: Items, gold: Items, limits: Limits) -> bool | Non
         )
     if brackets != gold_brackets and {brackets, gold_brackets} & {"[)", "(]"}:
         return False  # a half-open interval is no list
+    is_tuple = [given in ("()", "[]") for given in (brackets, gold_brackets)]
+    if is_tuple[0] != is_tuple[1] and named_items.names_repeat(
+        gold_items if is_tuple[0] else items
+    ):
+        return False  # the roots `x = 1, x = 2` are no interval (1, 2)
     if len(items) != len(gold_items):
         # `\pm` makes one item two values; `p = 5, q = 2; p = 7, q = 2` may equal two (p, q) pairs.
         is_open = any("\\pm" in item or item.startswith("(") for item in items + gold_items)

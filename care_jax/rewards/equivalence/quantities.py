@@ -12,7 +12,13 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from care_jax.rewards.equivalence.number_words import PARTS, SCALES, in_digits
-from care_jax.rewards.equivalence.units import CURRENCIES, SIZES_OF_UNITS, UNIT_NAMES, UNITS
+from care_jax.rewards.equivalence.units import (
+    CURRENCIES,
+    LENGTHS,
+    SIZES_OF_UNITS,
+    UNIT_NAMES,
+    UNITS,
+)
 
 _MAX_BRACKETS = 12  # around a number
 _MAX_DIGITS = 60  # limit on digits and on |power of ten|, so that Fractions stay small
@@ -183,7 +189,9 @@ def _read_magnitude(text: str) -> tuple[Fraction, int] | None:
     if match := _LATEX_FRACTION.match(text) or _MIXED.match(text):
         whole, top, bottom = match.groups()
         value = _divide(top, bottom)
-        return None if value is None else (Fraction(whole or 0) + value, match.end())
+        if value is None or (whole and not 0 < value < 1):  # a product, and no mixed number
+            return None
+        return Fraction(whole or 0) + value, match.end()
     match = _SCIENTIFIC.match(text)
     assert match  # every part of it is optional
     digits, *exponents = match.groups()
@@ -248,7 +256,8 @@ def _read_unit(text: str, is_one: bool = False, is_known: bool = False) -> str |
             or _COUNTED.fullmatch(lower) is not None
         )
         power = match.group(2) or match.group(3)
-        if power and name != name.lower():  # in mV^2 the V is a variable
+        is_squarable = name in LENGTHS or ("per" in names and name == name.lower())
+        if power and not is_squarable:  # in 6s^2 and mV^2 the last letter is a variable
             return None
         name = {"2": "square ", "3": "cubic ", None: ""}[power] + name
         if names[-1:] in (["square"], ["cubic"]):
@@ -296,7 +305,7 @@ def is_close(
     if prediction.is_percent != gold.is_percent and (prediction.unit or gold.unit):
         return False
     if prediction.unit and gold.unit and prediction.unit != gold.unit:
-        factor = _conversion(prediction.unit, gold.unit)
+        factor = conversion(prediction.unit, gold.unit)
         if factor is None:
             return False
         prediction = prediction._replace(value=prediction.value * factor)
@@ -323,7 +332,7 @@ def is_close(
     return False
 
 
-def _conversion(unit: str, other: str) -> Fraction | None:
+def conversion(unit: str, other: str) -> Fraction | None:
     """Factor from `unit` to `other`; None if they measure different quantities."""
     short, long = sorted((unit, other), key=len)
     if short in CURRENCIES and long.startswith(f"{short} ") and long[len(short) :].islower():
@@ -331,7 +340,7 @@ def _conversion(unit: str, other: str) -> Fraction | None:
     if " per " in unit and " per " in other:
         tops, bottoms = zip(unit.split(" per ", 1), other.split(" per ", 1), strict=True)
         top, bottom = (
-            Fraction(1) if one == two else _conversion(one, two) for one, two in (tops, bottoms)
+            Fraction(1) if one == two else conversion(one, two) for one, two in (tops, bottoms)
         )
         return top / bottom if top and bottom else None
     for prefix, power in (("square ", 2), ("cubic ", 3), ("", 1)):

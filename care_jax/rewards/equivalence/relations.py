@@ -23,7 +23,7 @@ _SIGN = re.compile(r"\\(le|ge|neq?|lt|gt)(?![a-zA-Z])|([<>])")
 _SIGNS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">", "<": "<", ">": ">"}
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 _VARIABLE = re.compile(r"(?:[a-zA-Z]|\\(?:alpha|beta|theta|lambda))(?:_(?:\w|\{\w+\}))?")
-_INTERVAL = re.compile(r"([(\[\]]) ?([^,;]+?) ?[,;] ?([^,;]+?) ?([)\]\[])")
+_INTERVAL = re.compile(r"([(\[\]]) ?([^,;=]+?) ?[,;] ?([^,;=]+?) ?([)\]\[])")
 _INFINITY = re.compile(r"\+? ?(-?) ?(?:\\infty|\\infin|oo|inf|infinity|infty)(?![a-zA-Z])")
 _REALS = re.compile(r"\\mathbb ?\{? ?R ?\}?|\\R|all real numbers", re.IGNORECASE)
 _MAX_PARTS = 16

@@ -57,6 +57,8 @@ UNIT_NAMES = _with_prefixes() | {
     name: unit for unit, names in _NAMES.items() for name in names.split()
 }
 UNITS = frozenset(UNIT_NAMES.values())
+# Units that may be squared and cubed, and "" for `units`.
+LENGTHS = frozenset({"", "m", "in", "ft", "yd", "mi", *(f"{p}m" for p in _PREFIXED["m"][0])})
 CURRENCIES = ("$", "€", "£", "¥", "Rs")
 # The size of each unit, in the smallest unit of its group.
 SIZES_OF_UNITS = (
