@@ -248,9 +248,11 @@ class Evaluator:
             total = {key: sum(each[key] for each in counts) for key in judge.counts}
             results["judge"] = {"name": judge.name, **total, "cost": sum(costs)}
             if lost := total["failures"]:
+                # A stage does not repeat its evaluations.
+                advice = "run again with the same workdir to ask it about these"
                 print_line(
-                    f"the judge gave no verdict on {lost} answers ({max(problems, key=len)}); run "
-                    "again with the same workdir to ask it about these"
+                    f"the judge gave no verdict on {lost} answers ({max(problems, key=len)})"
+                    + (f"; {advice}" if step is None else "")
                 )
         markdown = scoreboard.to_markdown(results)
         if jax.process_index() == 0:

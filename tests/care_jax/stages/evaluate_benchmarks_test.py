@@ -137,7 +137,12 @@ def test_a_restart_asks_the_judge_only_for_the_verdicts_that_it_did_not_give(
     said += [True, None]  # on questions 1 and 4
     benchmarked(run)
     assert [sample["acc_judged"] for sample in samples_of(run)] == [None, 1.0, None, None, None]
-    assert "the judge gave no verdict on 1 answers" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the judge gave no verdict on 1 answers (); run again with the same" in told
+    said += [True, None]
+    benchmarked(run, step=2)  # within a stage, which does not repeat it
+    told = capsys.readouterr().out
+    assert "the judge gave no verdict on 1 answers" in told and "run again" not in told
     for word, judged in ((None, None), (True, 1.0)):
         said.append(word)
         seen.clear()

@@ -30,9 +30,9 @@ def held_out(run, examples, name="rl", params=PARAMS):
     return evaluate.Evaluator(run, examples, [])(params, name=name)
 
 
-def benchmarked(run, params=PARAMS):
+def benchmarked(run, params=PARAMS, step=None):
     benchmarks = evaluate.open_benchmarks(run.config)
-    return evaluate.Evaluator(run, None, benchmarks)(params, name="rl")
+    return evaluate.Evaluator(run, None, benchmarks)(params, name="rl", step=step)
 
 
 def samples_of(run):
