@@ -9,6 +9,7 @@ import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
@@ -56,6 +57,25 @@ class InFlight:
         return dataclasses.replace(self, rollouts=rollouts, scheduler=scheduler)
 
 
+def shapes_of(
+    num_requests: int, sizes: Sizes, options: DecodeOptions
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of the rollouts of some requests, by their fields of `Rollouts`."""
+    text = options.config.text
+    shape = num_requests, sizes.num_rollouts, sizes.max_tokens
+    found = {
+        "tokens": (shape, np.int32),
+        "logp": (shape, np.float32),
+        "age": (shape, np.int8),
+        "embedding": ((*shape[:2], text.hidden_size), np.float32),
+    }
+    if not options.is_drawn_by_softmax:
+        found["drawn_logp"] = shape, np.float32
+    if options.keeps_routes:
+        found["routes"] = (*shape, *text.route_shape), np.int16
+    return {name: jax.ShapeDtypeStruct(*pair) for name, pair in found.items()}
+
+
 class RolloutBuffer:
     """The rollouts of this process's requests as they accumulate (numpy)."""
 
@@ -71,29 +91,19 @@ class RolloutBuffer:
         self._config, self._sharding = options.config, options.batch_sharding
         self._place_of = dict(zip(uids.tolist(), range(len(uids)), strict=True))
         self._num_forced = np.array([len(request.context) for request in requests], int)
-        shape = len(requests), sizes.num_rollouts, sizes.max_tokens
-        self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
-        self._logp = np.zeros(shape, np.float32)
-        self._drawn_logp = None if options.is_drawn_by_softmax else np.zeros(shape, np.float32)
-        self._age = np.zeros(shape, np.int8)
-        self._routes = None
-        if options.keeps_routes:
-            self._routes = np.full((*shape, *self._config.text.route_shape), -1, np.int16)
-        self._is_sampled = np.zeros(shape, bool)
-        self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
-        for rows, request in zip(self._tokens, requests, strict=True):
+        fills = {"tokens": self._config.pad_token_id, "routes": -1}
+        self._arrays = {  # by their fields of `Rollouts`; embeddings are sums
+            name: np.full(array.shape, fills.get(name, 0), array.dtype)
+            for name, array in shapes_of(len(requests), sizes, options).items()
+        }
+        self._is_sampled = np.zeros(self._arrays["tokens"].shape, bool)
+        for rows, request in zip(self._arrays["tokens"], requests, strict=True):
             rows[:, : len(request.context)] = request.context
         if in_flight is not None:
             begun, part = in_flight.rollouts, slice(len(in_flight.requests))
-            assert begun.age is not None  # `_rollouts` gives it
-            self._tokens[part], self._logp[part] = begun.tokens, begun.logp
-            self._age[part], self._rationale[part] = begun.age, begun.embedding
+            for name, array in self._arrays.items():
+                array[part] = getattr(begun, name)
             self._is_sampled[part] = begun.is_valid & ~begun.is_forced
-            if self._drawn_logp is not None:
-                self._drawn_logp[part] = begun.drawn_logp
-            if self._routes is not None:
-                assert begun.routes is not None  # likewise
-                self._routes[part] = begun.routes
         self._left = dict.fromkeys(range(len(requests)))  # an ordered set
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
         self._num_collected = 0
@@ -116,13 +126,17 @@ class RolloutBuffer:
             place = places[found[0]]
             index = sampled.index[found] + self._num_forced[place]
             target = place, sampled.rollout[found], index
-            self._tokens[target], self._logp[target] = sampled.token[found], sampled.logp[found]
             self._is_sampled[target] = True
-            if self._drawn_logp is not None:
-                self._drawn_logp[target] = sampled.drawn_logp[found]
-            if self._routes is not None and sampled.routes is not None:
+            for name, drawn in (
+                ("tokens", sampled.token),
+                ("logp", sampled.logp),
+                ("drawn_logp", sampled.drawn_logp),
+            ):
+                if name in self._arrays:
+                    self._arrays[name][target] = drawn[found]
+            if "routes" in self._arrays and sampled.routes is not None:
                 of_tokens = np.moveaxis(sampled.routes, -1, 2)
-                self._routes[*target[:2], index - 1] = of_tokens[found]
+                self._arrays["routes"][*target[:2], index - 1] = of_tokens[found]
 
     def collect(
         self, released: Sequence[tuple[int, int]], scheduler: Scheduler, slots: Slots | None
@@ -139,7 +153,7 @@ class RolloutBuffer:
             rows = sharding.local_rows(len(scheduler.uids), self._sharding)
             rationale = distributed.fetch(slots.rationale)
             for place, slot in own:  # a prompt's rollouts may be spread over several slots
-                self._rationale[place] += rationale[np.searchsorted(rows, slot)]
+                self._arrays["embedding"][place] += rationale[np.searchsorted(rows, slot)]
         chosen = scheduler.chosen[self._num_collected :]
         self._num_collected = len(scheduler.chosen)
         done = sorted(self._place_of[uid] for uid in chosen if uid in self._place_of)
@@ -150,24 +164,21 @@ class RolloutBuffer:
     def left(self) -> tuple[list[int], Rollouts]:
         """The other requests, and their rollouts so far; embeddings are sums."""
         left = list(self._left)
-        return left, dataclasses.replace(self._rollouts(left), embedding=self._rationale[left])
+        sums = self._arrays["embedding"][left]
+        return left, dataclasses.replace(self._rollouts(left), embedding=sums)
 
     def _rollouts(self, places: list[int]) -> Rollouts:
         """The rollouts of some requests, each with its context in front."""
-        tokens, num_forced = self._tokens[places], self._num_forced[places][:, None, None]
+        arrays = {name: array[places] for name, array in self._arrays.items()}
+        tokens, num_forced = arrays["tokens"], self._num_forced[places][:, None, None]
         is_forced = np.broadcast_to(np.arange(tokens.shape[-1]) < num_forced, tokens.shape)
         is_valid = is_forced | self._is_sampled[places]
         last = np.take_along_axis(tokens, is_valid.sum(-1, keepdims=True) - 1, -1)[..., 0]
-        rationale = self._rationale[places]
-        norm = np.linalg.norm(rationale, axis=-1, keepdims=True)
+        norm = np.linalg.norm(arrays["embedding"], axis=-1, keepdims=True)
+        arrays["embedding"] /= np.maximum(norm, 1e-6)
         return Rollouts(
-            tokens=tokens,
+            **arrays,
             is_valid=is_valid,
             is_forced=is_forced,
-            logp=self._logp[places],
-            embedding=rationale / np.maximum(norm, 1e-6),
             is_complete=np.isin(last, self._config.eos_token_ids),
-            drawn_logp=None if self._drawn_logp is None else self._drawn_logp[places],
-            age=self._age[places],
-            routes=None if self._routes is None else self._routes[places],
         )

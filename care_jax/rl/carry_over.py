@@ -26,7 +26,7 @@ from jaxtyping import Int
 from care_jax.batch import Rollouts
 from care_jax.data.pipeline import Batches
 from care_jax.decoding.queue import DecodeQueue
-from care_jax.decoding.rollout_buffer import InFlight, Request
+from care_jax.decoding.rollout_buffer import InFlight, Request, shapes_of
 from care_jax.decoding.schedule import Scheduler
 from care_jax.devices import distributed, sharding
 from care_jax.prompts.builder import TokenizedPrompt
@@ -185,21 +185,10 @@ def restored(
     is_other = any(found != each[is_own].tolist() for each in digests)
     if any(distributed.gather_json(is_other)):
         return None
-    text = run.policy.config.text
-    shape = len(uids), sizes.num_rollouts, sizes.max_tokens
-    dtypes = {"tokens": np.int32, "is_valid": bool, "logp": np.float32, "age": np.int8}
-    if not queue.programs.options.is_drawn_by_softmax:
-        dtypes["drawn_logp"] = np.float32
-    shapes: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(run.mesh))
-        for name, dtype in dtypes.items()
-    }
-    if queue.programs.options.keeps_routes:
-        shapes["routes"] = jax.ShapeDtypeStruct(
-            (*shape, *text.route_shape), np.int16, sharding=sharding.replicated(run.mesh)
-        )
-    shapes["embedding"] = jax.ShapeDtypeStruct(
-        (*shape[:2], text.hidden_size), np.float32, sharding=sharding.replicated(run.mesh)
+    kept = shapes_of(len(uids), sizes, queue.programs.options)
+    kept["is_valid"] = jax.ShapeDtypeStruct(kept["tokens"].shape, bool)
+    shapes: dict[str, Any] = sharding.abstract(
+        kept, dict.fromkeys(kept, sharding.replicated(run.mesh))
     )
     slots = None
     if "slots" in description:
