@@ -148,10 +148,10 @@ def read_reply(
             f"took longer than verifier.timeout, {timeout:g} s for a group of {num_responses} "
             "responses; set it higher, or make the function faster"
         )
-    elif "error" in reply:
-        kind, problem = f"failed: {reply['name']}", f"failed:\n{reply['error'].rstrip()}"
     elif "crash" in reply:
         kind, problem = "crash", "ended its worker process (os._exit, a signal, memory)"
+    elif "error" in reply:
+        kind, problem = f"failed: {reply['name']}", f"failed:\n{reply['error'].rstrip()}"
     elif rows is None or len(rows) != num_responses:
         kind = "failed: result"
         problem = (

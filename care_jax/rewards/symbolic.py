@@ -94,7 +94,7 @@ class SymbolicPool:
             cpu_seconds: a lower time limit for each, of which the outcome "timeout" is not cached.
 
         Raises:
-            ValueError: a worker could not start (math_verify missing, say).
+            ValueError: a worker could not start, first or again (math_verify missing, no memory).
         """
         with self._lock:
             pending = [each for each in dict.fromkeys(comparisons) if each not in self._outcomes]
@@ -104,6 +104,8 @@ class SymbolicPool:
             fresh = {}
             for comparison, reply in zip(pending, replies, strict=True):
                 found = reply.result()
+                if "error" in found:
+                    raise ValueError(found["error"])
                 fresh[comparison] = found["text"] if "text" in found else next(iter(found))
                 self.counts["timeouts"] += fresh[comparison] == "timeout"
                 self.counts["crashes"] += fresh[comparison] == "crash"

@@ -30,8 +30,8 @@ from typing import Any
 
 from care_jax.rewards import worker
 
-# The result as in `worker`, or "error" and "name", "timeout" or "crash"; if the process could not
-# start again "crash", "error" and "name".
+# The result as in `worker`, or "error" and "name" (also if the process could not start again),
+# "timeout" or "crash".
 Reply = dict[str, Any]
 
 _START_SECONDS = 120.0  # to import the function's module on a busy machine, at least
@@ -190,7 +190,7 @@ class _Worker:
         except ValueError as error:
             if not pool.has_started:
                 raise
-            lost = {"crash": True, "error": str(error), "name": "no worker"}
+            lost = {"error": str(error), "name": "no worker"}
             if (now := time.monotonic()) - began >= pool.start_limit:
                 pool.late_start = now, lost
             return lost

@@ -80,7 +80,7 @@ def rows(*found):
             "failed:\nTra",
         ),
         (
-            {"crash": True, "error": "took over 1 s", "name": "no worker"},
+            {"error": "took over 1 s", "name": "no worker"},
             ["failed: no worker"] * 2,
             "failed:\ntook over",
         ),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from care_jax.rewards import symbolic
+from care_jax.rewards import symbolic, worker_pool
 from care_jax.rewards.symbolic import Comparison, SymbolicPool
 
 EQUAL, DIFFERENT = "equal: by computer algebra", "different: by computer algebra"
@@ -187,6 +187,18 @@ def test_outcomes_are_remembered_except_crashes(pool):
     assert pool.counts == {"symbolic_calls": 3, "cached": 2, "timeouts": 0, "crashes": 2}
 
 
+def test_a_worker_that_cannot_start_again_gives_no_outcome(pool, monkeypatch):
+    """Right answers would be trained on as wrong ones."""
+
+    async def start(self):
+        raise ValueError("no memory")
+
+    assert pool.ask([program("os._exit(1)")]) == ["crash"]
+    monkeypatch.setattr(worker_pool._Worker, "_start", start)
+    with pytest.raises(ValueError, match="no memory"):
+        pool.ask([program("pass", gold="no")])
+
+
 def test_the_oldest_outcomes_are_forgotten(make_pool, monkeypatch):
     monkeypatch.setattr(symbolic, "_CACHE_SIZE", 2)
     pool = make_pool()
@@ -281,7 +293,7 @@ def test_a_worker_that_cannot_start_says_why(install, source, message):
     install(source)
     pool = SymbolicPool(num_workers=1)
     with pytest.raises(ValueError, match=message):
-        pool.ask([program("pass")])
+        pool.ask([program("pass", gold="no")])
     pool.close()
 
 

@@ -162,7 +162,7 @@ def test_a_process_that_cannot_start_again_costs_the_group_alone(
 ):
     pool = make_pool_that_starts_once(ending)
     crash, lost = ask(pool, "os._exit(1)", "pass")
-    assert list(map(kind_of, (crash, lost))) == ["crash", "no worker"] and "crash" in lost
+    assert list(map(kind_of, (crash, lost))) == ["crash", "no worker"]
     assert re.search(message, lost["error"])
     (tmp_path / "starts").write_text("")
     assert isinstance(kind_of(*ask(pool, "pass")), int)
