@@ -9,7 +9,6 @@ change.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
@@ -22,6 +21,8 @@ from care_jax.data.examples import SECTIONS
 from care_jax.method.objectives import OBJECTIVES
 
 TRAINING = ("sft", "rl")  # the stages that train
+# Keys of `evaluate` that answers depend on besides the questions.
+ANSWERING = ("temperature", "top_p", "num_samples", "max_response_tokens")
 # Keys of `data` for the responses that drawn sources give to the cold start.
 DRAWN_RESPONSES = ("teacher_error", "misread_share", "mixed_errors", "lucky_share", "cue_share")
 # Prefixes of the keys that the weights depend on only if they went through the stage.
@@ -40,8 +41,8 @@ def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
     unread = (f"data.{SECTIONS['evaluate']}.", "data.prepare.")
     for other in set(TRAINING) - passed:
         unread += _ONLY_IN[other]
-    if {*stages} == {"evaluate"}:  # of a benchmark whose prompts are longer, or images larger
-        unread += ("data.buckets", "data.min_pixels", "data.max_pixels")
+    if {*stages} == {"evaluate"}:  # of a benchmark whose prompts are longer
+        unread += ("data.buckets",)
     if "rl" in passed:
         unread += tuple(f"{name}." for name in OBJECTIVES if name != config.rl.objective)
     found = {}
@@ -56,26 +57,24 @@ def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
     return found
 
 
-def evaluation(config: ConfigDict) -> str:
-    """A digest of the questions that `best_metric` is of, and of how they are answered and judged.
+def evaluation(config: ConfigDict) -> dict[str, Any]:
+    """The questions that `best_metric` is of, and how they are answered and judged, by dotted key.
 
-    Paths count by their last part, as on resume.
+    Paths count by their last part, as on resume. Rows from Python are not among the keys.
     """
     whole = json.loads(config.to_json_best_effort())
-    keys = ("temperature", "top_p", "num_samples", "max_response_tokens")
-    asked: dict[str, Any] = {key: whole["evaluate"][key] for key in keys}
+    asked: dict[str, Any] = {f"evaluate.{key}": whole["evaluate"][key] for key in ANSWERING}
     benchmark, is_of_benchmarks, _ = config.best_metric.partition("/")
     if is_of_benchmarks:
-        asked["judge"] = bool(config.evaluate.judge_url) and config.evaluate.judge_model
         pairs = config.evaluate.benchmarks
-        pairs = sorted((name, _last(path)) for name, path in pairs if benchmark in (name, "mean"))
-        asked["benchmarks"] = pairs
+        pairs = sorted([name, _last(path)] for name, path in pairs if benchmark in (name, "mean"))
+        asked["evaluate.benchmarks"] = pairs
     else:
         for key, value in leaves(whole):
             is_read = key.startswith((f"data.{SECTIONS['evaluate']}.", "verifier."))
             if is_read and change_of(key) in (FIXED, MOVED) and not _is_parts(value):
                 asked[key] = _last(value) if change_of(key) == MOVED else value
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    return asked
 
 
 def check(

@@ -45,7 +45,8 @@ class _Writer(pickle.Pickler):
         if isinstance(value, zipfile.Path):  # an open archive cannot be sent, its image can
             return bytes, (value.read_bytes(),)
         if isinstance(value, Image.Image):
-            # Its metadata may have values of any type; of an upright image only this one is used.
+            # Its metadata may have values of any type; of an upright image only this one is used,
+            # but of a TIFF with 16 bits also its tags, without which these are the usual ones.
             image = ImageOps.exif_transpose(value) if value.format else value.copy()
             image.info = {key: x for key, x in image.info.items() if key == "transparency"}
             return Image.Image, (), image.__getstate__()

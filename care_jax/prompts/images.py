@@ -218,4 +218,6 @@ def _check_size(width: int, height: int) -> None:
     if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
         raise Unusable(_TOO_LARGE, f"{width}x{height}")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise Unusable(f"image longer than {MAX_ASPECT_RATIO} times its width", f"{width}x{height}")
+        raise Unusable(
+            f"image with a side over {MAX_ASPECT_RATIO} times the other", f"{width}x{height}"
+        )

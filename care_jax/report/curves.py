@@ -31,7 +31,7 @@ CHARTS = (
     ("Benchmarks", "", ("*/acc", "*/acc_low", "*/acc_high")),
     ("Benchmarks, pass@k", "share of questions", ("*/pass@*",)),
     ("Questions", "count", ("num_examples", "num_dropped", "num_not_judged")),
-    ("Sampling", "", ("temperature", "num_samples")),
+    ("Sampling", "", ("temperature", "top_p", "num_samples", "max_response_tokens")),
     ("Groups", "share of prompts", ("anchor_rate", "rescue_rate", "skip_rate")),
     ("Reflection", "", ("reflect_rate", "reflect_success", "reflect_first_try")),
     ("KL", "nats", ("kl_ref", "kl_old")),

@@ -90,8 +90,8 @@ class Checkpoints:
         keep_best: number of best steps to keep in addition.
         best_metric: name of the metric that ranks the steps; higher is better. Steps are ranked
             among those whose evaluation was that of the last one evaluated.
-        evaluation: of this run, see `resume.evaluation`; saved with the metrics. Metrics without
-            one, of earlier versions, compare with all.
+        evaluation: of this run, see `resume.evaluation`; saved with the metrics. Two are the same
+            if they agree in the keys that both have.
 
     Raises:
         ValueError: all steps are damaged, or processes list different ones.
@@ -106,7 +106,7 @@ class Checkpoints:
         settings: Mapping[str, Any] | None = None,
         keep_best: int = 0,
         best_metric: str = "acc",
-        evaluation: str = "",
+        evaluation: Mapping[str, Any] | None = None,
     ):
         if keep < 1:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
@@ -114,7 +114,7 @@ class Checkpoints:
         self.best_metric = best_metric
         self._fingerprint = by_dotted_key(fingerprint)
         self._settings, self._keep_best = dict(settings or {}), keep_best
-        self._evaluation = self._last_evaluation = evaluation
+        self._evaluation = self._last_evaluation = json.loads(json.dumps(evaluation or {}))
 
         def value_of(metrics: Mapping[str, Any]) -> float:
             return self._value(metrics, self._last_evaluation)
@@ -123,7 +123,7 @@ class Checkpoints:
         self._error: Exception | None = None  # of the last save, if it failed
         self._is_retry = False  # the save before the last one failed
         self._without_manifest: set[int] = set()  # steps already reported
-        self.hashed: set[int] = set()  # steps whose files were hashed, and match
+        self._whole: set[int] = set()  # steps whose files were hashed, and match
         self._mark_damaged_steps()
         # A bucket without hierarchical namespaces has no atomic rename of folders, and gcsfuse
         # refuses to rename one, so on FUSE mounts a marker file commits the step.
@@ -151,7 +151,7 @@ class Checkpoints:
         self._values = {step: self._manager.metrics(step) or {} for step in self.steps}
         evaluated = [metrics for metrics in self._values.values() if best_metric in metrics]
         if evaluated:
-            self._last_evaluation = evaluated[-1].get(_EVALUATION, evaluation)
+            self._last_evaluation = evaluated[-1].get(_EVALUATION, {})
         if not self.steps:
             self._refuse_if_damaged()
 
@@ -178,25 +178,25 @@ class Checkpoints:
         others = self._evaluated(self._evaluation).values()
         return sum(other >= metrics[self.best_metric] for other in others) < self._keep_best
 
-    def _evaluated(self, evaluation: str) -> dict[int, float]:
-        """The best_metric of the saved steps that have it from an evaluation."""
+    def _evaluated(self, evaluation: Mapping[str, Any]) -> dict[int, float]:
+        """The best_metric of the saved steps that have it from an evaluation like this one."""
         values = {step: self._value(self._values.get(step, {}), evaluation) for step in self.steps}
         return {step: value for step, value in values.items() if value > -math.inf}
 
-    def _value(self, metrics: Mapping[str, Any], evaluation: str) -> float:
-        is_of_it = metrics.get(_EVALUATION, evaluation) == evaluation
-        return metrics.get(self.best_metric, -math.inf) if is_of_it else -math.inf
+    def _value(self, metrics: Mapping[str, Any], evaluation: Mapping[str, Any]) -> float:
+        is_alike = not _differing(metrics.get(_EVALUATION, {}), evaluation)
+        return metrics.get(self.best_metric, -math.inf) if is_alike else -math.inf
 
     def _set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Notes a step's metrics by this run's evaluation, which ranks the steps from now on."""
         if self.best_metric in metrics:
-            before = self._evaluated(self._last_evaluation).keys()
-            self._last_evaluation = self._evaluation
-            if left := before - self._evaluated(self._evaluation).keys():
+            before, self._last_evaluation = self._last_evaluation, self._evaluation
+            left = self._evaluated(before).keys() - self._evaluated(self._evaluation).keys()
+            if left and self._keep_best:
                 print_line(
-                    f"the {self.best_metric} of checkpoints {sorted(left)} in {self.folder} is of "
-                    f"other questions or another decoding than that of step {step}; they are not "
-                    "compared with it, and no longer kept as the best"
+                    f"checkpoints {sorted(left)} in {self.folder} were evaluated with another "
+                    f"{', '.join(_differing(before, self._evaluation))} than step {step}; they are "
+                    "not compared with it, and no longer kept as the best"
                 )
         self._values[step] = {**metrics, _EVALUATION: self._evaluation} if metrics else {}
 
@@ -290,7 +290,7 @@ class Checkpoints:
         if step is None:
             step = self.latest_whole_step()
         elif step in self.steps:
-            self._check_whole(step)
+            self.check_whole(step)
         if step is None or step not in self.steps:
             raise ValueError(
                 f"expected checkpoint {'of any step' if step is None else step} in {self.folder}, "
@@ -306,9 +306,13 @@ class Checkpoints:
         args = ocp.args.Composite(in_flight=ocp.args.StandardRestore(shapes))
         return self._manager.restore(step, args=args)["in_flight"]
 
-    def restore_params(self, abstract_params: Any, step: int) -> Any:
-        """Restores only the entry "params" of a saved state, see `restore`."""
-        self._check_whole(step)
+    def restore_params(self, abstract_params: Any, step: int, *, is_whole: bool = False) -> Any:
+        """Restores only the entry "params" of a saved state, see `restore`.
+
+        A step that `is_whole`, as another instance has found it, is not hashed again.
+        """
+        if not is_whole:
+            self.check_whole(step)
         self._progress(step)
         item = {"params": abstract_params}
         args = ocp.args.PyTreeRestore(
@@ -346,7 +350,7 @@ class Checkpoints:
 
         They are hashed once.
         """
-        if step in self.hashed:
+        if step in self._whole:
             return True
         self.wait()
         folder = self.folder / str(step)
@@ -362,10 +366,11 @@ class Checkpoints:
             self._manager.reload()
             check_same_steps({self.folder: self.steps})
         else:
-            self.hashed.add(step)
+            self._whole.add(step)
         return not fault
 
-    def _check_whole(self, step: int) -> None:
+    def check_whole(self, step: int) -> None:
+        """Raises ValueError if a saved step's files do not match its manifest; see `verify`."""
         if not self.verify(step):
             raise ValueError(
                 f"checkpoint {step} in {self.folder} is damaged and was renamed to "
@@ -442,6 +447,11 @@ class Checkpoints:
         # A save that failed too must not hide the first error.
         with contextlib.suppress(*() if kind is None else (Exception,)):
             self.close()
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The keys of both that have other values."""
+    return sorted(key for key in one.keys() & other.keys() if one[key] != other[key])
 
 
 def _label(step: int | str) -> str:

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from care_jax.batch import Example
 from care_jax.config.checks import is_evaluated
-from care_jax.config.resume import TRAINING
+from care_jax.config.resume import ANSWERING, TRAINING
 from care_jax.data.examples import SECTIONS
 from care_jax.data.mixture import Mixture
 from care_jax.data.sources import parts_of
@@ -127,7 +127,7 @@ def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
 def _asked(record: Mapping[str, Any], name: str) -> Any:
     """What two evaluations must have in common for a mean over benchmarks, or `acc`, to compare."""
     benchmarks = {key for key in record if "/" in name and key.endswith("/acc")}
-    return benchmarks, record.get("temperature"), record.get("num_samples")
+    return benchmarks, [record.get(key) for key in ANSWERING]
 
 
 def _rows(section: ConfigDict, examples: Sequence[Example]) -> str:

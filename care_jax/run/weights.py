@@ -24,9 +24,9 @@ class Source(NamedTuple):
     """The weights that are exported, or evaluated by a run that does not train."""
 
     stages: tuple[str, ...]  # the training stages that led to it, with a checkpoint each
-    step: int | None  # of the last stage; None: the weights just trained, or the initial ones
+    # Of the last stage, whole; None: the weights just trained, or the initial ones.
+    step: int | None
     name: str  # "start", or the last stage, with the step if it is not the last: "rl_step_40"
-    is_hashed: bool = False  # the step's files match its manifest
 
 
 def find(run: Run, trained: tuple[str, ...]) -> Source:
@@ -36,7 +36,7 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
     in its workdir count.
 
     Raises:
-        ValueError: there is no such checkpoint; the message lists the saved ones.
+        ValueError: there is no such checkpoint, or it is damaged; the message lists the saved ones.
     """
     wanted = run.config.export.step
     stages = trained or tuple(stage for stage in TRAINING if saved_steps(run.workdir, stage))
@@ -51,6 +51,8 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
     with open_checkpoints(run, stages[-1]) as saved:
         last = saved.latest_whole_step() if wanted == "last" else None
         best = saved.best_whole_step() if wanted == "best" else saved.best_step
+        if wanted.isdecimal() and int(wanted) in saved.steps:
+            saved.check_whole(int(wanted))
         steps = [*saved.steps]
     step = {"last": last, "best": best}.get(wanted, wanted)
     if step is None or int(step) not in steps:
@@ -60,7 +62,7 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
             "it to one of these, or train with eval_every and keep_best"
         )
     name = stages[-1] if wanted == "last" else f"{stages[-1]}_step_{step}"
-    return Source(stages, int(step), name, is_hashed=wanted in ("last", "best"))
+    return Source(stages, int(step), name)
 
 
 def start(run: Run) -> Params:
@@ -98,7 +100,7 @@ def load(run: Run, source: Source) -> Params:
     """The weights of a source with adapters merged, or the initial ones."""
     if source.step is None:
         return start(run)
-    return lora.merged(restore(run, source.stages[-1], source.step, is_hashed=source.is_hashed))
+    return lora.merged(restore(run, source.stages[-1], source.step, is_whole=True))
 
 
 def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
@@ -154,12 +156,12 @@ def restore(
     step: int | None,
     of: Callable[[Params], Params] = lambda params: params,
     *,
-    is_hashed: bool = False,
+    is_whole: bool = False,
 ) -> Params:
     """The parameters of a stage's checkpoint, or a part of them, in the training layout.
 
     `step` is by default the last saved one; `of` selects the part from the whole tree. A step that
-    `is_hashed` already is not hashed again.
+    `is_whole`, as `find` gives it, is not hashed again.
 
     Raises:
         ValueError: the step is damaged, or its parameters are not finite.
@@ -167,10 +169,8 @@ def restore(
     with open_checkpoints(run, stage) as saved:
         step = saved.latest_step if step is None else step
         assert step is not None  # the caller has found the stage
-        if is_hashed:
-            saved.hashed.add(step)
         advice = f"set export.step to another of the saved steps {saved.steps}"
-        return _restored(run, saved, stage, step, advice, of)
+        return _restored(run, saved, stage, step, advice, of, is_whole=is_whole)
 
 
 def _restored(
@@ -180,8 +180,10 @@ def _restored(
     step: int,
     advice: str,
     of: Callable[[Params], Params] = lambda params: params,
+    *,
+    is_whole: bool = False,
 ) -> Params:
     """`advice`: what to do if a parameter is not finite."""
-    params = saved.restore_params(of(abstract_params(run)), step)
+    params = saved.restore_params(of(abstract_params(run)), step, is_whole=is_whole)
     guards.check_weights(run, params, f"checkpoint {step} of {stage}", advice)
     return params

@@ -35,6 +35,7 @@ from care_jax.benchmarks.judge import Judge
 from care_jax.benchmarks.releases import RELEASES
 from care_jax.benchmarks.samples import Answers, Questions, Sample, read, samples_of, to_line
 from care_jax.benchmarks.suite import BLANK, Benchmark
+from care_jax.config.resume import ANSWERING
 from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
 from care_jax.prompts.images import checksum
@@ -67,22 +68,23 @@ def evaluate_stage(
 ) -> dict[str, float]:
     """Runs the stage `evaluate`; writes its metrics unless metrics.jsonl already has them.
 
-    Their line also says how the answers were decoded.
+    Their line also has the keys of `resume.ANSWERING`.
 
     A reward function's samples are not reused. Held-out questions that it judged are therefore not
     judged again if the stage `is_past`: a training stage behind it has checkpoints.
     """
-    decoding = {key: run.config.evaluate[key] for key in ("temperature", "num_samples")}
+    answering = {key: run.config.evaluate[key] for key in ANSWERING}
     before = run.metrics.line(f"evaluate_{name}", 0) if is_past and run.has_reward else None
-    if before and decoding != {key: before.pop(key, value) for key, value in decoding.items()}:
-        before = None
+    if before:
+        is_same = all(before.get(key, value) == value for key, value in answering.items())
+        before = {key: x for key, x in before.items() if key not in ANSWERING} if is_same else None
     metrics = evaluator(params, name=name, before=before)
-    line = {"stage": f"evaluate_{name}", "step": 0, **metrics, **decoding}
+    line = {"stage": f"evaluate_{name}", "step": 0, **metrics, **answering}
     is_there = jax.process_index() == 0 and any(
         record == line for _, record in read_records(run.metrics.path)
     )
     if not distributed.gather_json(is_there)[0]:
-        run.metrics.write(f"evaluate_{name}", 0, metrics | decoding)
+        run.metrics.write(f"evaluate_{name}", 0, metrics | answering)
     return metrics
 
 

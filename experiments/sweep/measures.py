@@ -122,7 +122,7 @@ def _kl_per_trigger(ours: Outcome, theirs: Outcome) -> float | None:
     """KL of a run minus that of the reference arm, per 1000 rescued groups (ΔKL in fig:rescue).
 
     With β > 0 it is the KL to the reference policy, averaged over the end of the run. Otherwise it
-    is the KL to the sampling policy, summed over the steps.
+    is the KL from the sampling policy, summed over the steps.
     """
     if not ours.steps or not ours.num_triggers[-1] > 0:
         return None

@@ -56,12 +56,12 @@ def test_what_changes_no_weight_or_is_listed_may_change(stage, changes):
     assert refusal(changes, stage) == ""
 
 
-def test_an_evaluation_alone_may_read_longer_prompts_and_larger_images():
-    larger = {"data.buckets": ((8192, 30720),), "data.max_pixels": 10**7, "data.min_pixels": 1}
-    assert refusal(larger | {"stages": ("evaluate",)}) == ""
+def test_an_evaluation_alone_may_read_longer_prompts():
+    longer = {"data.buckets": ((8192, 30720),)}
+    assert refusal(longer | {"stages": ("evaluate",)}) == ""
+    assert "max_pixels was" in refusal({"data.max_pixels": 9**7, "stages": ("evaluate",)})
     for stages in (("rl",), ("evaluate", "export"), ("evaluate", "rl")):
-        said = refusal(larger | {"stages": stages})
-        assert all(f"{key} was" in said for key in larger)
+        assert "data.buckets was" in refusal(longer | {"stages": stages})
 
 
 @pytest.mark.parametrize("num_steps", [70, 40])
@@ -93,20 +93,20 @@ MMMU, MATH = ("mmmu", "/a/MMMU"), ("mathvista", "/a/MathVista")
         ("mmmu/acc", {"evaluate.benchmarks": (("mmmu", "/a/dev"),)}, False),
         ("mmmu/acc", {"evaluate.top_p": 0.9}, False),
         ("mmmu/acc", {"evaluate.judge_model": "other"}, True),
-        ("mmmu/acc", {"evaluate.judge_url": "http://judge"}, False),
+        ("mmmu/acc", {"evaluate.judge_url": "http://judge"}, True),
     ],
 )
 def test_evaluations_are_the_same_if_what_best_metric_is_of_is(metric, changes, is_same):
     test = common.source("jsonl", path="/a/test.jsonl")
     before = {"best_metric": metric, "evaluate.benchmarks": (MMMU,)}
 
-    def digest(**changes):
+    def evaluation(**changes):
         config = config_of(**before)
         config.data.test = test.copy_and_resolve_references()
         config.update_from_flattened_dict(changes)
         return resume.evaluation(config)
 
-    assert (digest(**changes) == digest()) == is_same
+    assert (evaluation(**changes) == evaluation()) == is_same
 
 
 # (stage, changes, the first difference that is named)

@@ -57,7 +57,7 @@ def test_a_group_reaches_the_other_process(tmp_path, kind, dtype):
         assert found == (image.read_bytes() if kind == "archived" else image)
 
 
-def test_an_image_is_read_as_here_whatever_its_metadata():
+def test_an_image_of_8_bits_is_read_as_here_whatever_its_metadata():
     """International text of a PNG and the resolution of a TIFF have types of PIL."""
     pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
     drawn, turned, text = Image.fromarray(pixels), Image.Exif(), PngImagePlugin.PngInfo()

@@ -119,7 +119,7 @@ REFUSED = {
     "long side": (png_header(30_000, 200), LARGE),
     "many pixels": (png_header(9_000, 9_000), LARGE),
     "too many for PIL": (png_header(60_000, 60_000), LARGE),
-    "narrow": (png_header(402, 2), "image longer than 200 times its width"),
+    "narrow": (png_header(402, 2), "image with a side over 200 times the other"),
     "integers": (INTEGERS, RANGE),
     "floats": (saved(FLOATS, "TIFF"), RANGE),
     "CIELAB": (saved(Image.new("LAB", (16, 16)), "TIFF"), "image of mode LAB, expected RGB or g"),

@@ -149,9 +149,10 @@ def test_the_best_of_a_resumed_run_stays_until_it_is_beaten(tmp_path):
 
 
 def test_the_best_are_sought_among_steps_of_one_evaluation(tmp_path, capsys):
-    with checkpoints(tmp_path, 1, keep_best=1, evaluation="easy") as saved:
+    easy, hard = ({"top_p": 1.0, "benchmarks": [[name, "a"]]} for name in ("easy", "hard"))
+    with checkpoints(tmp_path, 1, keep_best=1, evaluation=easy) as saved:
         save_all(saved, (2, 4))
-    with checkpoints(tmp_path, 1, keep_best=1, evaluation="hard") as saved:
+    with checkpoints(tmp_path, 1, keep_best=1, evaluation=hard) as saved:
         assert saved.best_step == 2  # nothing else is evaluated yet
         assert saved.is_among_best({"acc": 0.3})
         save_all(saved, (5, 6))
@@ -159,9 +160,9 @@ def test_the_best_are_sought_among_steps_of_one_evaluation(tmp_path, capsys):
         assert not saved.is_among_best({"acc": 0.3})
         saved.save(7, make_state(7), {})
         saved.add_metrics(7, {"acc": 0.4})
-    line = f"the acc of checkpoints [2] in {tmp_path} is of other questions or another decoding "
-    assert capsys.readouterr().out.startswith(f"{line}than that of step 5; ")
-    with checkpoints(tmp_path, 1, keep_best=1, evaluation="of an export") as saved:
+    line = f"checkpoints [2] in {tmp_path} were evaluated with another benchmarks than step 5; "
+    assert capsys.readouterr().out.startswith(line)
+    with checkpoints(tmp_path, 1, keep_best=1, evaluation={"top_p": 0.5}) as saved:
         assert saved.best_step == 7
 
 
@@ -170,7 +171,7 @@ def test_an_evaluation_of_an_earlier_version_compares_with_all(tmp_path):
         save_all(saved, (2,))
     (tmp_path / "2" / "metrics" / "metrics").write_text('{"acc": 0.7}')
     integrity.update_manifest(tmp_path / "2", "metrics/metrics")
-    with checkpoints(tmp_path, keep_best=1, evaluation="now") as saved:
+    with checkpoints(tmp_path, keep_best=1, evaluation={"top_p": 0.5}) as saved:
         assert saved.best_step == 2
         assert saved.is_among_best({"acc": 0.8}) and not saved.is_among_best({"acc": 0.6})
         save_all(saved, (3,))

@@ -234,6 +234,7 @@ def test_a_function_judges_once_what_a_later_stage_is_past(make_run, examples, a
     assert evaluated(changes=GRADED | {"evaluate.temperature": 1.0})[1]
     line = json.loads(make_run({}).metrics.path.read_text().splitlines()[-1])
     assert (line["stage"], line["temperature"], line["num_samples"]) == ("evaluate_sft", 1, 1)
+    assert (line["top_p"], line["max_response_tokens"]) == (1, 16)
 
 
 def test_samples_of_a_reward_function_are_kept_beside_those_of_the_rules(staged, make_run):
