@@ -268,7 +268,7 @@ def _formulas(prediction: str, gold: str) -> tuple[str, str]:
         return _as_tuple(items[1]), f"({gold.replace(';', ',')})"
     (name, value), (_, gold_value) = map(assignments.split, (prediction, gold))
     ratios = joined.ratios_as_latex(value, gold_value)
-    if ratios and ratios != (value, gold_value):
+    if ratios and ratios != (value, gold_value):  # never None after `_without_algebra`
         prediction, gold = ratios
     listed = notation.split_list(prediction) if "=" in prediction else None
     if "=" not in gold:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from care_jax.rewards.equivalence import free_text, notation, quantities
+from care_jax.rewards.equivalence import notation, quantities
 
 _SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
 _NEXT_NAME = re.compile(r" ?(?:\\\\| ) ?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?$")
@@ -20,15 +20,21 @@ _ARGUMENT = re.compile(r"(?<=[a-zA-Z'])\([^()]*\)")
 _NUMBER_IN_NAME = re.compile(
     r"(angle|sin|cos|tan|cot|sec|csc|log|ln|lg) ?\{?\d+(?:\.\d+)?\}?|(?<=[a-zA-Z])\d+"
 )
-# `\sqrt{x} = 5` and `|x| = 5` are equations, while `\tan x`, `|AB|` and `|a|` may be asked for.
+# `\sqrt{x} = 5` and `|x| = 5` are equations, while `\tan x`, `|AB|` and `|k|` may be asked for.
 _FUNCTION_OF = re.compile(
-    r"(?:sqrt|log|ln|lg|exp|abs)(?![a-z]) ?[({]? ?[a-zA-Z\\]|(?:\||vert) ?[ktxy] ?(?:\||\\r?vert)"
+    r"(?:sqrt|log|ln|lg|exp|abs)(?![a-z]) ?[({]? ?[a-zA-Z\\]|(?:\||vert) ?[xy] ?(?:\||\\r?vert)"
 )
 # What says in a name that the value is in doubt, or another one's: `maybe x`, `half of x`.
 _NO_NAME = re.compile(
     r"(?<![a-zA-Z])(?i:not|never|cannot|maybe|perhaps|possibly|probably|(?-i:[Ii]f)|unless"
-    r"|anything but|none$|wrong(?=:))(?![a-zA-Z])"
-    rf"|不[是为]|不等?于?$|并非|可能(?![性的值])|也许|大概|如果|{free_text.ANOTHER_QUANTITY}"
+    r"|anything but|none$|wrong(?=:)"
+    r"|twice|thrice|(?:two|three|four|five|six|ten) times"
+    r"|(?:half|(?:a|one)[ -](?:third|quarter|fifth)|root|square|cube|double"
+    r"|opposite|negative|reciprocal) of"
+    r"|(?:double|triple|half|minus|negative) (?:the(?![a-z])|[a-zA-Z]{1,2}$)"
+    r"|(?<!in )[a-zA-Z]{1,2} (?:squared|cubed|doubled)$)(?![a-zA-Z])"
+    r"|不[是为]|不等?于?$|并非|可能(?![性的值])|也许|大概|如果"
+    r"|的(?:一半|平方|立方|.倍|相反数|倒数)$|分之.$"
 )
 _TURN = re.compile(r"(?<![a-zA-Z])(?:not|but|vs|rather than|instead of|as well as)(?![a-zA-Z])")
 

@@ -25,16 +25,16 @@ HEDGE = re.compile(
     r"(?<![a-zA-Z])(?:or|either|maybe|perhaps|possibly|probably)(?![a-zA-Z])|可能|也许|大概",
     re.IGNORECASE,
 )
-# What says that a value is of a quantity computed from another: `twice x`, `the opposite of x`.
-ANOTHER_QUANTITY = (
-    r"(?<![a-zA-Z])(?i:twice|thrice|(?:two|three|four|five|six|ten) times"
-    r"|(?:half|(?:a|one)[ -](?:third|quarter|fifth)|root|square|cube|double"
-    r"|opposite|negative|reciprocal) of"
-    r"|(?:double|triple|half|minus|negative) (?:the(?![a-z])|[a-zA-Z]{1,2}$)"
-    r"|(?<!in )[a-zA-Z]{1,2} (?:squared|cubed|doubled)$)(?![a-zA-Z])"
-    r"|的(?:一半|平方|立方|.倍|相反数|倒数)$|分之.$"
+# What says that a value is computed from the one asked for: `twice the number`, `the square of x`.
+# `The square root of the area` or `the root of the equation` may itself be asked for.
+_COMPUTED = re.compile(
+    r"(?<![a-zA-Z])(?i:twice|thrice|double|triple|half|(?:two|three|four|five|six|ten) times"
+    r"|(?:half|double|(?:an?|one)[ -](?:third|quarter|fifth)|(?:square|cube)(?: root)?|opposite"
+    r"|negative|reciprocal) of)"
+    r" (?:(?i:the number|it|them|this|that)|[a-zA-Z])$"
+    r"|(?<!in )(?<![a-zA-Z])[a-zA-Z] (?:squared|cubed|doubled)$"
+    r"|(?:[这该]个?数|[a-zA-Z])的(?:一半|平方|立方|.倍|相反数|倒数)$"
 )
-_ANOTHER_QUANTITY = re.compile(ANOTHER_QUANTITY)
 _IS = re.compile(r"(?: (?:is|equals|is equal to)|[是为=]|等于) *$")
 
 _PHRASE = re.compile(
@@ -253,6 +253,6 @@ def _changes_value(before: str) -> bool:
     if any(c.isdigit() for c in before):
         return True
     name = _IS.sub("", before)
-    if name != before and _ANOTHER_QUANTITY.search(re.split("[,;:]", name)[-1]):
+    if name != before and _COMPUTED.search(name):
         return True
     return any(pattern.search(before) for pattern in (NEGATION, HEDGE, _CONDITION))

@@ -260,7 +260,8 @@ def _compare_lists(
     # `x = 1, y = 2` has the order of its names for `1, 2`; between two such lists the names decide.
     is_named, is_gold_named = (named_items.names_differ(given) for given in (items, gold_items))
     is_unordered = {brackets, gold_brackets} <= {"", "or", "{}"} and is_named == is_gold_named
-    is_unordered &= not is_sequence  # of the gold answer
+    if is_sequence:  # the gold answer; some predictions say that they have no order
+        is_unordered &= brackets in ("or", "{}") or bool(named_items.values_of_one(items, items))
     if brackets != gold_brackets and "or" in (brackets, gold_brackets):
         # Alternatives are a list only if they are the values of one variable.
         is_one = is_unordered and not is_named

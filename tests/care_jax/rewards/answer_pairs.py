@@ -629,6 +629,18 @@ EQUAL = [
     # lengths and magnitudes
     ("|AB| = 5", "5"),
     ("|\\vec{a}| = 5", "5"),
+    # alternatives, sets and the unknowns' indices say that blanks have no order
+    ("{3,5}", "5; 3"),
+    ("x = 3 or x = 5", "5; 3"),
+    ("x_1=5, x_2=3", "3; 5"),
+    # words of computed quantities may be those of the quantity that is asked for
+    ("The root of the equation is 5", "5"),
+    ("The larger root of the equation is \\frac{1}{2}", "\\frac12"),
+    ("The root of f is $x = 5$", "5"),
+    ("The square root of the area is 3", "3"),
+    ("Half of the students is 5", "5"),
+    ("The difference of revenue minus the cost is 5", "5"),
+    ("|k| = 5", "5"),
 ]
 DIFFERENT = [
     ("\\begin{pmatrix}1 & 2\\end{pmatrix}", "\\begin{pmatrix}1 \\\\ 2\\end{pmatrix}"),
@@ -1112,8 +1124,6 @@ DIFFERENT = [
     ("3; 5", "5; 3"),
     ("3, 5", "5; 3"),
     ("3和5", "5；3"),
-    ("{3,5}", "5; 3"),
-    ("3 or 5", "3; 5"),
     # signs of Unicode
     ("∡ABC", "\\angle ACB"),
     ("∆ABC", "\\triangle ABD"),
@@ -1128,6 +1138,8 @@ DIFFERENT = [
     # formulas of other quantities
     ("5\\pi cm", "50\\pi mm^2"),
     ("2\\sqrt2, 500\\sqrt2 cm", "5\\sqrt2 m"),
+    ("R_1=5, R_2=3", "3; 5"),
+    ("The square root of x is 5", "5"),
 ]
 # Left to computer algebra.
 ASKED_EQUAL = [
