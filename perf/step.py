@@ -78,10 +78,24 @@ from models.release import config_json
 from perf.backbones import IMAGE_SIDE, medium_config
 from perf.decode import AtLengths
 
-NUM_PROMPTS, NUM_ROLLOUTS = 4, 8
-PROMPT_TOKENS = 283
-CASES = {"equal": 64, "lognormal": 256}  # most tokens per response
-MEAN, SIGMA = 64, 0.8  # of log-normal response lengths
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the backbone, the prompts and the responses."""
+
+    num_layers: int
+    num_rollouts: int
+    image_side: int  # pixels
+    prompt_tokens: int
+    row: int  # tokens, and patches
+    equal: int  # tokens of every response, and the mean of log-normal lengths
+    longest: int  # tokens, of log-normal lengths
+
+
+SIZES = Sizes(12, 8, IMAGE_SIDE, 283, 4096, equal=64, longest=256)
+SMALL = Sizes(1, 2, 112, 43, 512, equal=4, longest=16)
+NUM_PROMPTS = 4
+SIGMA = 0.8  # of log-normal response lengths
 BETA, LEARNING_RATE = 0.02, 1e-6
 
 
@@ -98,18 +112,19 @@ def make_config(cap: int, args: argparse.Namespace, folder: str = "", carries: f
     """A GRPO run with one update per step; starts from random weights if no folder is given."""
     config = tiny.get_config()
     config.stages = ("rl",)
-    shape = medium_config(num_layers=1 if args.small else 12)
+    sizes = args.sizes
+    shape = medium_config(num_layers=sizes.num_layers)
     config.model.backbone = {} if folder else config_json.to_hf(shape)
     config.model.path = folder
-    config.data.buckets = ((PROMPT_TOKENS, (IMAGE_SIDE // 14) ** 2),)
-    config.data.max_pixels = IMAGE_SIDE**2
+    config.data.buckets = ((sizes.prompt_tokens, (sizes.image_side // 14) ** 2),)
+    config.data.max_pixels = sizes.image_side**2
     config.data.system_prompt = "Answer."
     rl = config.rl
     rl.objective = "grpo"
-    rl.num_rollouts = NUM_ROLLOUTS
+    rl.num_rollouts = sizes.num_rollouts
     rl.prompts_per_step = rl.prompts_per_update = NUM_PROMPTS
     rl.decode_prompts, rl.decode_rows = args.slots, args.rows
-    rl.row_tokens, rl.row_patches = 4096, 4096
+    rl.row_tokens = rl.row_patches = sizes.row
     rl.microbatch_size = 1
     rl.max_response_tokens = cap
     rl.carry_over, rl.max_age = carries, args.repeats + 1  # no step has to wait for a prompt
@@ -118,28 +133,28 @@ def make_config(cap: int, args: argparse.Namespace, folder: str = "", carries: f
     return config
 
 
-def make_examples(builder) -> list[Example]:
-    """Questions of random digits that give every prompt `PROMPT_TOKENS` tokens."""
-    rng = np.random.default_rng(0)
+def make_examples(builder, sizes: Sizes) -> list[Example]:
+    """Questions of random digits that give every prompt `prompt_tokens` tokens."""
+    rng, side = np.random.default_rng(0), sizes.image_side
 
     def example(place, num_digits):
-        image = Image.fromarray(rng.integers(0, 256, (IMAGE_SIDE, IMAGE_SIDE, 3), np.uint8))
+        image = Image.fromarray(rng.integers(0, 256, (side, side, 3), np.uint8))
         digits = "".join(map(str, rng.integers(0, 10, num_digits)))
         return Example(str(place), "perf", (image,), f"<image>{digits}", answer="0")
 
-    num_digits = PROMPT_TOKENS - len(builder.tokenize(example(0, 0)).tokens)
+    num_digits = sizes.prompt_tokens - len(builder.tokenize(example(0, 0)).tokens)
     return [example(place, num_digits) for place in range(NUM_PROMPTS)]
 
 
-def draw_lengths(num_steps: int) -> dict[str, list[np.ndarray]]:
+def draw_lengths(num_steps: int, sizes: Sizes) -> dict[str, list[np.ndarray]]:
     """Tokens of every response [B, G] of each step; the log-normal ones are shuffled quantiles."""
-    num_rows, rng = NUM_PROMPTS * NUM_ROLLOUTS, np.random.default_rng(0)
+    num_rows, rng = NUM_PROMPTS * sizes.num_rollouts, np.random.default_rng(0)
     quantiles = scipy.stats.norm.ppf((np.arange(num_rows) + 0.5) / num_rows)
-    drawn = MEAN * np.exp(SIGMA * quantiles - SIGMA**2 / 2)
-    drawn = np.clip(np.round(drawn), 1, CASES["lognormal"]).astype(int)
-    shape = NUM_PROMPTS, NUM_ROLLOUTS
+    drawn = sizes.equal * np.exp(SIGMA * quantiles - SIGMA**2 / 2)
+    drawn = np.clip(np.round(drawn), 1, sizes.longest).astype(int)
+    shape = NUM_PROMPTS, sizes.num_rollouts
     shuffled = [rng.permutation(drawn).reshape(shape) for _ in range(num_steps)]
-    return {"equal": [np.full(shape, CASES["equal"])] * num_steps, "lognormal": shuffled}
+    return {"equal": [np.full(shape, sizes.equal)] * num_steps, "lognormal": shuffled}
 
 
 class Ours:
@@ -165,7 +180,7 @@ class Ours:
         self.lengths, self.clock = lengths, DeviceClock()
         self.rollout = self._forced(compile_rollout(self.run, self.clock))
         prompts = self.run.policy.prompts
-        examples, offset = make_examples(prompts), carry_over.num_carried(self.run)
+        examples, offset = make_examples(prompts, args.sizes), carry_over.num_carried(self.run)
         self.batches = Batches(
             examples, prompts, batch_size=NUM_PROMPTS, seed=0, num_workers=2, offset=offset
         )
@@ -239,7 +254,8 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     images = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
     processor = ImageProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
-    system, num_rows = {"role": "system", "content": "Answer."}, NUM_PROMPTS * NUM_ROLLOUTS
+    system, sizes = {"role": "system", "content": "Answer."}, args.sizes
+    num_rows, prompt_tokens = NUM_PROMPTS * sizes.num_rollouts, sizes.prompt_tokens
     asked = (example.question.removeprefix("<image>") for example in examples)
     users = ({"role": "user", "content": question} for question in asked)
     rows = [
@@ -251,8 +267,8 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir):
         output_dir=str(workdir),
         per_device_train_batch_size=args.rows_per_device,
         gradient_accumulation_steps=num_rows // args.rows_per_device,
-        num_generations=NUM_ROLLOUTS,
-        max_completion_length=max(CASES.values()),
+        num_generations=sizes.num_rollouts,
+        max_completion_length=sizes.longest,
         beta=BETA,
         loss_type="grpo",
         temperature=1.0,
@@ -261,7 +277,7 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir):
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
-        max_steps=len(CASES) * (args.repeats + 1),
+        max_steps=2 * (args.repeats + 1),  # of both cases
         gradient_checkpointing=not args.keep_activations,
         use_cpu=not torch.cuda.is_available(),
         bf16=False,
@@ -283,13 +299,13 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir):
     @functools.wraps(generate)
     def at_lengths(input_ids, **inputs):
         lengths = lengths_of_step().ravel()
-        assert input_ids.shape == (num_rows, PROMPT_TOKENS), input_ids.shape
-        ends = AtLengths(PROMPT_TOKENS + lengths)
+        assert input_ids.shape == (num_rows, prompt_tokens), input_ids.shape
+        ends = AtLengths(prompt_tokens + lengths)
         out = generate(input_ids=input_ids, stopping_criteria=[ends], **inputs)
         # TRL ends a row at its first EOS, so a shorter row gets one as its last token.
         for row, length in zip(out, lengths, strict=True):
-            if PROMPT_TOKENS + length < out.shape[1]:
-                row[PROMPT_TOKENS + length - 1] = eos
+            if prompt_tokens + length < out.shape[1]:
+                row[prompt_tokens + length - 1] = eos
         return out
 
     model.generate = at_lengths
@@ -346,7 +362,14 @@ def main() -> None:
     parser.add_argument("--rows-per-device", type=int, default=8, help="TRL's microbatch")
     parser.add_argument("--keep-activations", action="store_true", help="TRL's, for the gradient")
     parser.add_argument("--ours", action="store_true", help="without TRL")
-    parser.add_argument("--small", action="store_true", help="one layer, to try this program")
+    parser.add_argument(
+        "--small",
+        dest="sizes",
+        action="store_const",
+        const=SMALL,
+        default=SIZES,
+        help="tiny sizes, to try this program",
+    )
     parser.add_argument("--json", help="file to which a line of JSON is added for each step")
     args = parser.parse_args()
     if not args.ours and importlib.util.find_spec("trl") is None:
@@ -357,12 +380,12 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     report = functools.partial(print_row, path=args.json)
 
-    lengths = draw_lengths(args.repeats + 1)
+    lengths = draw_lengths(args.repeats + 1, args.sizes)
     for name, steps in lengths.items():
         print(f"{name}: {steps[0].sum()} tokens, longest {steps[0].max()}")
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = make_config(CASES["equal"], args)
+        config = make_config(args.sizes.equal, args)
         policy, start = policy_of(config), str(folder / "start")
         params = backbone.init(policy.config, jax.random.key(0))
         backbone.export(start, params, policy.config, dtype=jnp.float32)
@@ -378,7 +401,7 @@ def main() -> None:
                     report(step_row(name, side.step(repeat), repeat == 0))
             return
         turns = Turns(ours, report)
-        examples = make_examples(policy.prompts)
+        examples = make_examples(policy.prompts, args.sizes)
         trainer = make_trainer(
             start, examples, lambda: lengths[turns.case][turns.repeat], args, folder / "trl"
         )

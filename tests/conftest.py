@@ -1,7 +1,7 @@
 """Settings of every test: eight virtual CPU devices, exact matrix products, checked shapes.
 
-Most of the suite's time is compilation. LLVM does not optimize, which halves it, and with JAX 0.10
-XLA:CPU emits its fusions without MLIR, which halves it again.
+Most of the suite's time is compilation. LLVM does not optimize, which halves it, and compiles a
+program as one module. With JAX 0.10 XLA:CPU emits its fusions without MLIR, which halves it again.
 
 Set here, before jax initialises and before any module of ours is imported.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0"
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     + " --xla_cpu_use_fusion_emitters=false" * (importlib.metadata.version("jaxlib") < "0.11"),
 )
 
@@ -98,11 +98,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in descending order of duration: a long one started last would run alone."""
+    """Files in descending order of duration: a long one started last would run alone.
+
+    Exhaustive tests that have no duration yet count 5 s.
+    """
     known = json.loads(DURATIONS.read_text())
     seconds = collections.Counter()
     for item in items:
-        seconds[item.path] += known.get(item.nodeid, 0.0)
+        unknown = 5.0 if item.get_closest_marker("exhaustive") else 0.05
+        seconds[item.path] += known.get(item.nodeid, unknown)
     items.sort(key=lambda item: -seconds[item.path])
 
 

@@ -26,6 +26,8 @@ from models import backbone
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = pathlib.Path(hosts_config.__file__)
+# Of two tests, which have programs in common.
+SIZES = {"rl.prompts_per_update": 16, "rl.row_tokens": 512, "rl.row_patches": 192}
 
 
 def launch(workdir, *flags, num_devices):
@@ -44,7 +46,6 @@ def launch(workdir, *flags, num_devices):
             "JAX_NUM_CPU_DEVICES": str(num_devices),
             "JAX_DEFAULT_MATMUL_PRECISION": "highest",  # as in tests: programs in common
             **({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {}),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -104,8 +105,7 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path, monkeypatch, car
     monkeypatch.setattr(update_batch, "plan_rows", planned)
     one, two = tmp_path / "one", tmp_path / "two"
     changes = {"stages": ("rl",), "verifier.reward": "hosts_config:often_right"}
-    changes |= {"rl.prompts_per_update": 16, "rl.row_tokens": 512, "rl.row_patches": 192}
-    changes |= {"rl.carry_over": carry_over}
+    changes |= SIZES | {"rl.carry_over": carry_over}
     config = hosts_config.get_config()
     config.update_from_flattened_dict(changes | {"rl.num_steps": 3, "checkpoint_every": 1})
     config.keep_checkpoints = 3
@@ -161,7 +161,7 @@ def test_two_processes_draw_until_both_are_full(tmp_path):
 @pytest.mark.exhaustive
 def test_two_processes_end_together_where_their_reward_fails_too_often(tmp_path):
     changes = {"stages": ("rl",), "rl.num_steps": 6, "checkpoint_every": 100}
-    changes |= {"verifier.reward": "hosts_config:seldom_judges"}
+    changes |= SIZES | {"verifier.reward": "hosts_config:seldom_judges"}
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     (status, message), other = (end_of(process) for process in launch_two(tmp_path, *flags))
     assert (status, message) == other and status == 1

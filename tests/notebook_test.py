@@ -93,7 +93,6 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     settings = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"] or "",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

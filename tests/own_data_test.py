@@ -7,6 +7,8 @@ from PIL import Image
 from small_run import metrics_of
 
 from care_jax import main
+from care_jax.data.examples import open_examples
+from care_jax.run.policy import policy_of
 from configs import small
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -27,19 +29,19 @@ def write_rows(folder, name, num_rows, text="", **more):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("first", "length"), [("sft", 6), pytest.param("rl", 60, marks=pytest.mark.exhaustive)]
-)
-def test_a_run_on_own_rows_needs_only_their_paths(tmp_path, first, length):
+@pytest.fixture
+def images(tmp_path):
     for number, size in enumerate(SIZES):
         Image.new("RGB", size, "red").save(tmp_path / f"{number}.png")
-    config = small.get_config(first)
-    config.data.train.path = write_rows(tmp_path, "train", 8, text := TEXT * length)
+
+
+def test_a_run_on_own_rows_needs_only_their_paths(images, tmp_path):
+    config = small.get_config("sft")
+    config.data.train.path = write_rows(tmp_path, "train", 8, text := TEXT * 6)
     config.data.test.path = write_rows(tmp_path, "test", 4, text)
-    if first == "sft":
-        response = "<think>I see one.</think><answer>1</answer>"
-        config.data.sft.path = write_rows(tmp_path, "sft", 16, text, response=response)
-        config.sft.num_steps, config.sft.warmup_steps = 1, 0
+    response = "<think>I see one.</think><answer>1</answer>"
+    config.data.sft.path = write_rows(tmp_path, "sft", 16, text, response=response)
+    config.sft.num_steps, config.sft.warmup_steps = 1, 0
     config.rl.num_steps, config.rl.warmup_steps = 1, 0
     results = main.run_stages(config, tmp_path / "run")
     assert {"acc", "fmt"} <= results["rl"].keys()
@@ -49,6 +51,16 @@ def test_a_run_on_own_rows_needs_only_their_paths(tmp_path, first, length):
     assert len(rows) == 8 and any(len(row["rendered"]) > len(text) for row in rows)
     assert {len(row["images"]) for row in rows} == {0, 1, 2}
     assert all(image["tokens"] <= 64 for row in rows for image in row["images"])
+
+
+def test_a_long_row_fits_the_second_bucket(images, tmp_path):
+    config = small.get_config()
+    config.data.test.path = write_rows(tmp_path, "test", 8, TEXT * 60)
+    prompts, examples = policy_of(config).prompts, open_examples(config, "evaluate")
+    assert len(examples) == 8
+    tokenized = map(prompts.tokenize, examples)
+    buckets = {prompts.bucket_of(len(x.tokens), len(x.patches)) for x in tokenized}
+    assert buckets == set(config.data.buckets[:2])
 
 
 def test_another_start_is_refused():

@@ -41,6 +41,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.smoke
 def test_an_empty_environment_has_the_program_from_its_wheel(installed, tmp_path):
     """With the versions that `make` uses for this Python."""
     _, wheel = installed
@@ -73,6 +74,7 @@ def run(folder, *command, path="theirs"):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.smoke
 def test_the_wheel_has_one_package_with_everything_in_it(installed):
     _, wheel = installed
     names = zipfile.ZipFile(wheel).namelist()
@@ -121,6 +123,7 @@ TO_THE_END = {
     ),
     "smollm": (["--gguf=small.gguf", "--out=small"], "small/model.safetensors", "small: "),
 }
+SMOKE_COMMANDS = "train", "evaluate", "export"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +140,13 @@ def folder(installed):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=[pytest.mark.smoke] * (name in SMOKE_COMMANDS))
+        for name in cli.COMMANDS
+    ],
+)
 def test_a_command_runs_to_its_end(folder, command):
     """Each test needs those before it: the run of `train` is evaluated, exported and probed."""
     arguments, written, said = TO_THE_END[command]

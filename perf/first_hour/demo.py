@@ -31,6 +31,7 @@ SHOWN = {
 SMALL = ("--config.sft.num_steps=2", "--config.sft.warmup_steps=0", "--config.rl.warmup_steps=0")
 SMALL += ("--config.data.test.num_examples=8", "--config.rl.prompts_per_step=4")
 SMALL += ("--config.rl.prompts_per_update=4", "--config.rl.decode_prompts=4")
+SMALL += ("--config.rl.num_rollouts=4",)
 
 
 def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:

@@ -54,6 +54,7 @@ def test_all_of_it_on_a_cpu(tmp_path):
     command += [f"--out={tmp_path}"]
     compiler = pathlib.Path(sys.prefix, "cuda")
     own = {"PYTHONPATH": f"{compiler}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    own |= {"JAX_OPTIMIZATION_LEVEL": "O0"}
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own})
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("cpu-small-20")

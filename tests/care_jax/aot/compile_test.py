@@ -95,6 +95,7 @@ def test_carried_slots_are_counted_where_they_are(make_run, monkeypatch, changes
 
 @needs_libtpu
 @pytest.mark.exhaustive
+@pytest.mark.smoke
 def test_a_small_run_compiles_for_a_v5e_and_fits():
     """A hundred times the batch, so that sizes show; half of each prompt's rows are reflected."""
     flags = ["--config.stages=('rl',)", "--config.care.beta=0.1", "--config.rl.decode_prompts=256"]
@@ -128,6 +129,7 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
 
 @needs_cuda
 @pytest.mark.exhaustive
+@pytest.mark.smoke
 def test_a_small_run_compiles_for_gpus_and_says_what_their_compiler_leaves_out():
     flags = ["--config.stages=('sft',)", "--config.sft.microbatch_size=4", "--topology=h100:2x2"]
     status, rows, output = compiled(*flags, *WIDE, compiler=CUDA)

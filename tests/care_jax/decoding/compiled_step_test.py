@@ -26,6 +26,7 @@ MOVES = "copy", "transpose", "reshape", "pad"
 
 
 @pytest.mark.exhaustive
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("compiler", "topology", "num_reads"),
     [("libtpu", "v5e:2x2", 3), ("cuda", "h100:4", 3)],

@@ -135,6 +135,7 @@ def assert_equal(answered, expected, requests, policy):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_tokens_are_the_same_with_the_kernels_of_decode_steps(
     answer, expected, requests, ending, name

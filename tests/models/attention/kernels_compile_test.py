@@ -29,6 +29,7 @@ KERNEL = {
 
 
 @pytest.mark.exhaustive
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("compiler", "topologies"),
     [
