@@ -136,7 +136,20 @@ def _compare(
     letters = options.spelled_letters(gold)
     if letters and letters == options.spelled_letters(prediction):
         return outcome_of(True, "set of options")
-    return same(prediction, gold)
+    return same(_blanks(prediction), _blanks(gold))
+
+
+_NUMBERED = re.compile(r"(?:^|[,;.]? |[,;])\(?([1-9]|[a-h])\) ?")
+
+
+def _blanks(text: str) -> str:
+    """The sequence `3; 5` of `(1) 3 (2) 5`."""
+    before, *rest = _NUMBERED.split(text)
+    labels, items = "".join(rest[::2]), [item.strip(" ,;.") for item in rest[1::2]]
+    is_run = labels in ("123456789"[: len(items)], "abcdefgh"[: len(items)])
+    sequence = "; ".join(items)
+    is_blanks = not before and is_run and all(items) and notation.is_sequence(sequence)
+    return sequence if is_blanks else text
 
 
 # Each gold answer is compared with a whole group of rollouts, so it is cached.
@@ -250,6 +263,8 @@ def _without_algebra(prediction: str, gold: str) -> str | None:
         notation.has_relation(gold) or re.search(r"[\[(].*,.*[\])]", gold)
     ):
         return "different: a relation, no value"  # such as `\neq 7` or `> 6`
+    if _is_unsolved(prediction, gold):
+        return "different: a relation, not solved"  # `x + 2 > 7` for `x > 5`
     if _is_values(prediction) and notation.has_relation(gold) and not notation.split_list(gold):
         return "different: values, no interval"  # computer algebra takes `1, 2` for (1, 2)
     if _several_values(prediction, gold) or _several_values(gold, prediction):
@@ -282,6 +297,16 @@ def _formulas(prediction: str, gold: str) -> tuple[str, str]:
 def _as_tuple(items: list[str]) -> str:
     """The values of a list in their order, which computer algebra ignores without brackets."""
     return f"({', '.join(assignments.split(item)[1] for item in items)})"
+
+
+def _is_unsolved(prediction: str, gold: str) -> bool:
+    """Whether a relation is not solved for the variable of the gold answer, which has bounds."""
+    region = relations.read_region(gold)
+    if region is None or not (region.variable and notation.has_relation(prediction)):
+        return False
+    bounds = [bound for interval in region.intervals for bound in (interval.low, interval.high)]
+    _, items = notation.split_list(prediction) or ("", [prediction])
+    return any(parts.is_unsolved(item, region.variable, bounds) for item in items)
 
 
 def _is_values(text: str) -> bool:

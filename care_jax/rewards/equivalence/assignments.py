@@ -27,16 +27,27 @@ _FUNCTION_OF = re.compile(
 # What says in a name that the value is in doubt, or another one's: `maybe x`, `half of x`.
 _NO_NAME = re.compile(
     r"(?<![a-zA-Z])(?i:not|never|cannot|maybe|perhaps|possibly|probably|(?-i:[Ii]f)|unless"
-    r"|anything but|none$|wrong(?=:)"
+    r"|anything but|none$|wrong(?=:)|^(?:let|for|suppos\w*|assum\w*)"
     r"|twice|thrice|(?:two|three|four|five|six|ten) times"
     r"|(?:half|(?:a|one)[ -](?:third|quarter|fifth)|root|square|cube|double"
     r"|opposite|negative|reciprocal) of"
     r"|(?:double|triple|half|minus|negative) (?:the(?![a-z])|[a-zA-Z]{1,2}$)"
     r"|(?<!in )[a-zA-Z]{1,2} (?:squared|cubed|doubled)$)(?![a-zA-Z])"
-    r"|不[是为]|不等?于?$|并非|可能(?![性的值])|也许|大概|如果"
+    r"|不[是为]|不等?于?$|并非|可能(?![性的值])|也许|大概|如果|^[设若当](?=[a-zA-Z])"
     r"|的(?:一半|平方|立方|.倍|相反数|倒数)$|分之.$"
 )
 _TURN = re.compile(r"(?<![a-zA-Z])(?:not|but|vs|rather than|instead of|as well as)(?![a-zA-Z])")
+_NUMERIC = re.compile(r"[-+]? ?(?:\d|\\(?:frac|sqrt|pi)(?![a-z]))")
+# After a number, the start of another statement: `3 (y`, `3 | x`, `3时y` and `3 \\Rightarrow y`.
+_NEXT_STATEMENT = re.compile(
+    r"\([^()]*$|[|:] ?\\?[a-zA-Z]\w*$|[\d})] ?[\u2e80-\u9fff]+(?: ?[a-zA-Z]\w*)?$|[⇒⟹⇔]"
+    r"|\\(?:(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow|implies|iff|vee|lor)(?![a-z])"
+)
+_FACTOR_WORD = r"(?:times|plus|minus|over|divided|by|of)(?![a-z])"
+_WORD = re.compile(
+    rf"(?<= )(?!{_FACTOR_WORD}|(?:the|(?:arc)?(?:sin|cos|tan|cot|sec|csc)|log|ln|lg|sqrt|pi) )"
+    rf"[^\W\dA-Z_]{{2,}}(?= (?!{_FACTOR_WORD}|[-+*/]|\\(?:times|cdot|div)(?![a-z])))"
+)
 
 
 def split(text: str) -> tuple[str, str]:
@@ -103,7 +114,7 @@ def _continues(part: str, value: str) -> bool:
         return _is_rounded(number, last)
     if number:
         return bool(number.unit)  # as in 30^\circ = \frac{\pi}{6}
-    if _TURN.search(part):
+    if _TURN.search(part) or _is_followed(part):
         return False
     if not (name := _NEXT_NAME.search(part)):
         return True
@@ -111,6 +122,13 @@ def _continues(part: str, value: str) -> bool:
     before = part[: name.start()]
     is_constant = before[-1:] in "0123456789})" and not _VARIABLE.search(before)
     return not (is_constant or quantities.read_number(before))
+
+
+def _is_followed(part: str) -> bool:
+    """Whether a number is followed by the start of another statement, as in `3 when y`."""
+    is_word = any(word not in quantities.UNIT_NAMES for word in _WORD.findall(part))
+    is_statement = is_word or _NEXT_STATEMENT.search(part) is not None
+    return is_statement and _NUMERIC.match(part) is not None
 
 
 def _is_rounded(number: quantities.Number, last: quantities.Number) -> bool:

@@ -191,7 +191,8 @@ def same_figure(one: str, other: str) -> bool | None:
     signs = _SYMMETRIC.findall(one)
     if len(signs) == 1 and signs == _SYMMETRIC.findall(other):
         sides = (sorted(map(notation.key, _SYMMETRIC.split(text))) for text in (one, other))
-        return True if next(sides) == next(sides) else None
+        is_same = next(sides) == next(sides)
+        return is_same or _corresponding(one) == _corresponding(other) != set() or None
     name, other_name = _FIGURE.fullmatch(one), _FIGURE.fullmatch(other)
     if not (name and other_name):
         return None
@@ -202,6 +203,15 @@ def same_figure(one: str, other: str) -> bool | None:
     if kind in ("triangle", "square"):  # they start at any corner
         corners *= 2
     return others in corners or (kind != "" and others[::-1] in corners)
+
+
+def _corresponding(text: str) -> set[frozenset[tuple[str, str]]]:
+    """The pairs of corners in `\\triangle ABC \\sim \\triangle DEF`, from both sides."""
+    figures = [_FIGURE.fullmatch(side.strip()) for side in _SYMMETRIC.split(text)]
+    corners = [figure.group(2) for figure in figures if figure and figure.group(1) == "triangle"]
+    if len(corners) != 2 or any(len(each) != 3 for each in corners):
+        return set()
+    return {frozenset(zip(*each, strict=True)) for each in (corners, corners[::-1])}
 
 
 def as_latex(text: str) -> str:

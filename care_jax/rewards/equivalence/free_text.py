@@ -17,7 +17,7 @@ DENIAL = (
 )
 NEGATION = re.compile(
     r"(?<![a-zA-Z])(?:no[tnr]?|neither|never|cannot|without|but|except|exclud\w*|eliminat\w*|wrong"
-    rf"|incorrect|false|untrue|unlikely|instead|rather|ruled? out|{DENIAL})(?![a-zA-Z])"
+    rf"|incorrect|false|untrue|unlikely|impossible|instead|rather|ruled? out|{DENIAL})(?![a-zA-Z])"
     r"|n't|[不非没错]",
     re.IGNORECASE,
 )
@@ -30,8 +30,9 @@ HEDGE = re.compile(
 _COMPUTED = re.compile(
     r"(?<![a-zA-Z])(?i:twice|thrice|double|triple|half|(?:two|three|four|five|six|ten) times"
     r"|(?:half|double|(?:an?|one)[ -](?:third|quarter|fifth)|(?:square|cube)(?: root)?|opposite"
-    r"|negative|reciprocal) of)"
+    r"|negative|reciprocal) of|(?:more|less|greater) than)"
     r" (?:(?i:the number|it|them|this|that)|[a-zA-Z])$"
+    r"|(?<![a-zA-Z])(?:plus|minus) (?:one|two|three|four|five|six|seven|eight|nine|ten)$"
     r"|(?<!in )(?<![a-zA-Z])[a-zA-Z] (?:squared|cubed|doubled)$"
     r"|(?:[这该]个?数|[a-zA-Z])的(?:一半|平方|立方|.倍|相反数|倒数)$"
 )
@@ -134,6 +135,7 @@ def fold_words(text: str) -> str:
 
 
 _REASON = re.compile(r"(?:[,.;(] ?| )because(?![a-zA-Z])|[,(] ?since(?![a-zA-Z])")
+_PRONOUN = re.compile(r"(?:it|they) (?=[a-z])", re.IGNORECASE)
 _VERDICTS = frozenset({"yes", "no", "true", "false"})
 _VERDICT = re.compile(r"(yes|no|true|false)[,.;:!] (?=[a-z])", re.IGNORECASE)
 _TURN = re.compile(
@@ -143,10 +145,12 @@ _TURN = re.compile(
 
 
 def statement(text: str, expected: Sequence[str]) -> str:
-    """What a text states: `5` of `5, because 2 + 3 = 5`, and `Yes` of `Yes, it does`.
+    """What a text states: `5` of `5, because 2 + 3 = 5`, `Yes` of `Yes, it falls`.
 
     The rest is kept if it may state something else, or if an expected answer has one like it.
     """
+    if (subject := _PRONOUN.match(text)) and not any(map(_PRONOUN.match, expected)):
+        text = text[subject.end() :]
     reason = _REASON.search(text)
     if reason and not any(map(_REASON.search, expected)):
         rest = text[reason.end() :]

@@ -221,6 +221,11 @@ def _proportion(terms: list[str]) -> str:
 _STATEMENTS = re.compile(r"(?:\(\d{1,2}\)(?:, ?| and | )?)+")
 
 
+def is_statement(text: str) -> bool:
+    """Whether a text is the number of a statement, such as `(1)`."""
+    return _STATEMENTS.fullmatch(text) is not None
+
+
 def same_statements(one: str, other: str) -> bool | None:
     """Whether two texts such as `(1)(3)` name the same statements; None for other texts."""
     if not all(map(_STATEMENTS.fullmatch, (one, other))):

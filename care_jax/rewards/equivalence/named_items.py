@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from care_jax.rewards.equivalence import assignments, formulas, notation, quantities
+from care_jax.rewards.equivalence import assignments, formulas, joined, notation, quantities
 
 _UNKNOWNS = set("xyztnmk")
 
@@ -21,7 +21,9 @@ def with_names(items: list[str]) -> list[str]:
 
 
 def is_value(item: str) -> bool:
-    """Whether an item is a value: no inequality, word, option letter or Roman numeral."""
+    """Whether an item is a value: no inequality, word, option letter, Roman numeral or `(1)`."""
+    if joined.is_statement(item):
+        return False
     name, value = assignments.split(item)
     is_formula = formulas.is_mathematics(value, value) and (name or not value.isalpha())
     return bool(is_formula or quantities.read_number(value)) and not notation.has_relation(item)

@@ -73,10 +73,13 @@ _QUOTES = {'"': '"', "'": "'", "“": "”", "`": "`", "*": "*", "_": "_", "«":
 _CONDITION = re.compile(r"[a-zA-Z] ?(?:[|:]|\\mid|\\in)")  # of the members of a set
 _PAIRS = ('""', "''", "“”", "``", "**")  # around a text; a quote at its end alone is a prime
 _AND_MORE = r" (?:and|or) (?:over|older|above|more|up|greater|higher)$"
+# Between two assignments, in other languages.
+_OR, _AND = "oder|ou|o|или", "und|et|y|e|и"
 # Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
-    r"(?!.*(?:pi|pct|per ?cent|out of|is (?:correct|right)|infinity|base))"
+    r"(?!.*(?:pi|pct|per ?cent|\(mod|out of|is (?:correct|right)|infinity|base))"
     rf"(?!.*(?:{_ANSWER}|{_LEAD}|{_AND_MORE}))"
+    rf"(?!.* (?:{_OR}|{_AND}) [a-z]\w* ?=)"
     r"(?!.*(?:/d|//|/-)|(?:in|the|year|at|less|fewer|under|below|more|greater|over|above|from) )"
     r"[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
@@ -187,6 +190,9 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\\angle ?\{([A-Z ]+)\}", r"\\angle \1"),
     (r"(\\angle) *([A-Z]) ([A-Z]) ([A-Z])(?![a-zA-Z])", r"\1 \2\3\4"),
     (r"(?<=\d) out of (?=\d)", "/"),
+    (r"(?:(\() *\\?b?|\\p?)mod(?![a-z]) *\{? ?(\w+) ?\}?(?(1) ?\))", r"\\pmod{\2}"),
+    (rf"(=[^=,]*[\w}})]) (?:{_OR}) (?=[a-zA-Z]\w* ?=)", r"\1 or "),
+    (rf"(=[^=,]*[\w}})]) (?:{_AND}) (?=[a-zA-Z]\w* ?=)", r"\1 and "),
     (r"\^ ?\{?((?: ?\\prime(?![a-zA-Z]))+) ?\}?", lambda match: "'" * match.group().count("prime")),
 )
 
@@ -245,6 +251,13 @@ def _is_wrapped(text: str) -> bool:
     return (not is_set or inner[:1] == "{") and closing(text, 1) == len(text) - 1
 
 
+_NO_SOLUTION = (
+    "no solutions", "no solution exists", "no solutions exist", "there is no solution",
+    "there are no solutions", "equation has no solution", "\\emptyset", "无解", "方程无解",
+)  # fmt: skip
+_SYNONYMS = dict.fromkeys(_NO_SOLUTION, "no solution") | {"dne": "does not exist"}
+
+
 def caseless_key(text: str) -> str:
     """`key` without the case of symbols."""
     return key(text.casefold())
@@ -257,7 +270,7 @@ def key(text: str) -> str:
     """
     # A space between two digits is kept: it separates two numbers.
     text = free_text.without_article(free_text.fold_words(text))
-    text = number_words.ORDINALS.get(text.replace(" ", "-"), text)
+    text = number_words.ORDINALS.get(text.replace(" ", "-"), _SYNONYMS.get(text, text))
     if "&" in text or ("-" in text and not _SYMBOL.search(text)):
         text = _AMPERSAND.sub(" and ", _HYPHEN.sub(" ", text))
     text = _LOOSE_SPACE.sub("", text.replace("$", ""))

@@ -38,14 +38,16 @@ _STANDALONE_IN_ANY_CASE = re.compile(_STANDALONE.pattern, re.IGNORECASE)
 _BRACKETED = re.compile(r"[(\[]([a-zA-Z])[)\]]")
 _CLAUSE = re.compile(r"[.,;:?()。\n]|(?<![a-zA-Z])(?:so|because|since|as)(?![a-zA-Z])")
 _BETWEEN_LETTERS = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])|[ ,;&.()\[\]]")
-_DENIED = re.compile(r"(?:(?<![a-zA-Z])(?:not|non)(?= )|不是) ?[A-Z](?![a-zA-Z]).*")
+_AFTER_BUT = re.compile(r"(?<![a-zA-Z])but(?![a-zA-Z]).*")
+_DENIED = re.compile(r"(?:(?<![a-zA-Z])(?:but )?(?:not|non)(?= )|不是) ?[A-Z](?![a-zA-Z]).*")
 
 
 def choice_letter(text: str, num_choices: int) -> str:
     """The single option letter that the text chooses; empty if it names none or several.
 
     Clauses with a negation do not count: "C, not A" and "it can't be A, so C" give C, and "A is
-    wrong" nothing. A small letter chooses as a label alone, "b) 45", but makes "A and b" two.
+    wrong" and "A, but C" nothing. A small letter chooses as a label alone, "b) 45", but makes "A
+    and b" two.
     """
     text = text.strip()
     allowed = set(LETTERS[:num_choices])
@@ -61,6 +63,9 @@ def choice_letter(text: str, num_choices: int) -> str:
     chosen = set(_STANDALONE.findall(affirmed))
     if label := _LABELLED.match(text):
         chosen.add(label.group(1).upper())
+    turn = " . ".join(_AFTER_BUT.findall("\n".join(clauses)))
+    if not chosen.issuperset(_STANDALONE.findall(turn)):
+        return ""
     named = {letter.upper() for letter in _STANDALONE_IN_ANY_CASE.findall(affirmed)} & allowed
     return named.pop() if len(named) == 1 and named <= chosen else ""
 

@@ -27,6 +27,9 @@ from care_jax.rewards.equivalence import (
 
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
 _TWO_LETTERS = re.compile(r"[a-zA-Z]{2}")
+_SEGMENT = re.compile(r"[A-Z]{2}")
+_ROMAN = re.compile(r"[IVX]{1,5}")
+_RELATION = re.compile(r"\\(?:[lg]eq?|neq?|lt|gt)(?![a-zA-Z])|[<>=]")
 
 Verdict = tuple[bool | None, str]  # and the kind of comparison
 Items = tuple[str, list[str]]  # of a list, behind its brackets
@@ -84,6 +87,20 @@ def compare_parts(prediction: str, gold: str, limits: Limits) -> Verdict:
 
 def are_mathematics(prediction: str, gold: str) -> bool:
     return formulas.is_mathematics(gold, prediction) and formulas.is_mathematics(prediction, gold)
+
+
+def is_unsolved(text: str, name: str, values: Iterable[str]) -> bool:
+    """Whether `x + 2 = 7` or `x + 2 > 7` is given where x or its bounds are constants.
+
+    `5 = x`, `-x = -5` and `x - 5 = 0` are solved.
+    """
+
+    def has_variable(side: str) -> bool:
+        return formulas.has_variable(quantities.split_unit(side)[0])
+
+    sides = [side.strip(" -").removeprefix(name) for side in _RELATION.split(text)]
+    is_solved = {"", "0"} & set(sides) and not any(map(has_variable, sides))
+    return not is_solved and not any(map(has_variable, values))
 
 
 def read_both(read: Callable[[str], Any], *texts: str) -> list[Any] | None:
@@ -189,6 +206,8 @@ def _figures(pair: _Pair) -> Verdict | None:
 
 
 def _numerals(pair: _Pair) -> Verdict | None:
+    if all(map(_ROMAN.fullmatch, pair.texts)):
+        return False, "numeral"  # and no product
     is_same = None if "=" in pair.prediction + pair.gold else joined.same_numeral(*pair.texts)
     return None if is_same is None else (is_same, "numeral")
 
@@ -199,14 +218,25 @@ def _assignments(pair: _Pair) -> Verdict | None:
         ("", text) if listed else assignments.split(text)
         for text, listed in zip(pair.texts, pair.lists, strict=True)
     )
-    is_other = name and gold_name and notation.key(name) != notation.key(gold_name)
-    if is_other and not formulas.same_figure(name, gold_name):
-        sides = [notation.key(side) for side in (name, value, gold_value, gold_name)]
-        return sides[:2] == sides[2:], "variable"  # `AB = CD` is `CD = AB`
+    if name and gold_name and not _same_name(name, gold_name):
+        # `AB = CD` is `CD = AB`
+        return _same_name(name, gold_value) and _same_name(value, gold_name), "variable"
+    is_one = gold_name and not (name or pair.lists[0]) and "=" in pair.prediction
+    if is_one and is_unsolved(pair.prediction, gold_name, [gold_value]):
+        return False, "equation"
     is_equation = ("=" in pair.prediction and not name) or ("=" in pair.gold and not gold_name)
     if is_equation or not (name or gold_name):
         return None
+    if gold_name and all(map(_ROMAN.fullmatch, (value, gold_value))):
+        return None  # a product, as in P = VI
     return compare_values(value, gold_value, pair.limits), "value"
+
+
+def _same_name(one: str, other: str) -> bool:
+    """Whether two names are the same, or of one figure or segment; AB is BA."""
+    if notation.key(one) == notation.key(other) or formulas.same_figure(one, other):
+        return True
+    return _SEGMENT.fullmatch(one) is not None and one == other[::-1]
 
 
 _RULES = (

@@ -234,7 +234,8 @@ def _read_unit(text: str, is_one: bool = False, is_known: bool = False) -> str |
         text = text.replace(written, plain)
     names: list[str] = []
     is_counted = True
-    for word in text.split()[:8]:
+    words = text.split()[:8]
+    for word in words:
         match = _UNIT_WORD.fullmatch(word)
         if match is None:
             return None
@@ -256,7 +257,7 @@ def _read_unit(text: str, is_one: bool = False, is_known: bool = False) -> str |
             or _COUNTED.fullmatch(lower) is not None
         )
         power = match.group(2) or match.group(3)
-        is_squarable = name in LENGTHS or ("per" in names and name == name.lower())
+        is_squarable = name in LENGTHS or ("per" in words and name == name.lower())
         if power and not is_squarable:  # in 6s^2 and mV^2 the last letter is a variable
             return None
         name = {"2": "square ", "3": "cubic ", None: ""}[power] + name

@@ -49,6 +49,12 @@ def test_a_negated_letter_does_not_count():
         assert choice_letter(text, 4) == "", text
 
 
+def test_a_letter_after_but_spoils_another():
+    for text in ("B, but C", "I thought B, but it is C", "B is tempting, but C is right"):
+        assert choice_letter(text, 4) == "", text
+    assert choice_letter("It is B, but not C as it seems", 4) == "B"
+
+
 def test_words_and_articles_name_no_choice():
     for text in ("A triangle", "I think so", "DAB", "\\A", "D'Artagnan", ""):
         assert choice_letter(text, 10) == "", text
