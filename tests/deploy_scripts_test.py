@@ -321,7 +321,7 @@ def test_the_same_command_after_ctrl_c_waits_for_the_run_that_goes_on(
 
 def test_ctrl_c_says_how_to_delete_the_slice(cluster, tmp_path, repository):
     make_host(tmp_path / "home" / "host")
-    interrupted = 'case "$*" in *" ssh "*) kill -INT $PPID; exit 255 ;; esac'
+    interrupted = 'case "$*" in *" ssh "*) kill -INT $PPID; sleep 1; exit 255 ;; esac'
     commands = HOST | {"gcloud": f"{interrupted}\n{GCLOUD}"}
     done, _ = start(cluster, repository, commands)
     assert done.returncode == 130

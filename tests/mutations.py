@@ -246,7 +246,8 @@ MUTATIONS = (
     ),
     *_of(
         "care_jax/decoding/rollout_buffer.py", "care_jax/decoding/sampler_test.py",
-        ("self._routes[*target[:2], index - 1]", "self._routes[*target[:2], index]",
+        ('self._arrays["routes"][*target[:2], index - 1]',
+         'self._arrays["routes"][*target[:2], index]',
          "a token's route is stored at the next token"),
     ),
     *_of(
