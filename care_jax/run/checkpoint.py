@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -27,13 +26,13 @@ from care_jax.devices.whole_file import write_whole
 from care_jax.report.console import print_line
 from care_jax.run import integrity, mounts
 from care_jax.run.progress import by_dotted_key, check_same_steps, read_progress
+from care_jax.run.ranking import Ranking
 
 _DAMAGED = ".damaged"
 # Orbax rewrites these at the commit; they hold timestamps only.
 _NOT_HASHED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 _QUICK_BYTES = 2**20  # larger files are hashed only before a restore
-_EVALUATION = "evaluation"  # key of what a step's metrics were measured on; no metric's name
 
 
 class Restored(NamedTuple):
@@ -88,10 +87,7 @@ class Checkpoints:
         fingerprint: what determines the shapes of the state, such as the backbone's config.
         settings: the run's, saved with every step, see `read_progress`; JSON types.
         keep_best: number of best steps to keep in addition.
-        best_metric: name of the metric that ranks the steps; higher is better. Steps are ranked
-            among those whose evaluation was that of the last one evaluated.
-        evaluation: of this run, see `resume.evaluation`; saved with the metrics. Two are the same
-            if they agree in the keys that both have.
+        best_metric, evaluation: see `Ranking`; the evaluation is saved with the metrics.
 
     Raises:
         ValueError: all steps are damaged, or processes list different ones.
@@ -111,14 +107,9 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
         self.folder = pathlib.Path(folder).absolute()
-        self.best_metric = best_metric
         self._fingerprint = by_dotted_key(fingerprint)
         self._settings, self._keep_best = dict(settings or {}), keep_best
-        self._evaluation = self._last_evaluation = json.loads(json.dumps(evaluation or {}))
-
-        def value_of(metrics: Mapping[str, Any]) -> float:
-            return self._value(metrics, self._last_evaluation)
-
+        self._ranking = Ranking(best_metric, evaluation or {})
         self._saving = 0  # the step that is being written
         self._error: Exception | None = None  # of the last save, if it failed
         self._is_retry = False  # the save before the last one failed
@@ -131,14 +122,14 @@ class Checkpoints:
         mode = AtomicityMode.COMMIT_FILE if is_bucket else AtomicityMode.ATOMIC_RENAME
         latest = checkpoint_managers.LatestN(keep)
         best = checkpoint_managers.BestN(
-            get_metric_fn=value_of, n=keep_best, keep_checkpoints_without_metrics=False
+            get_metric_fn=self._ranking.value, n=keep_best, keep_checkpoints_without_metrics=False
         )
         options = ocp.CheckpointManagerOptions(
             create=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
             cleanup_tmp_directories=True,
             atomicity_options=AtomicityOptions(mode=mode),
-            best_fn=value_of,  # makes the manager store the metrics of a step
+            best_fn=self._ranking.value,  # makes the manager store the metrics of a step
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
         )
         handlers = {
@@ -148,10 +139,7 @@ class Checkpoints:
         }
         self._manager = _Manager(self.folder, options=options, item_handlers=handlers)
         check_same_steps({self.folder: self.steps})
-        self._values = {step: self._manager.metrics(step) or {} for step in self.steps}
-        evaluated = [metrics for metrics in self._values.values() if best_metric in metrics]
-        if evaluated:
-            self._last_evaluation = evaluated[-1].get(_EVALUATION, {})
+        self._ranking.read({step: self._manager.metrics(step) or {} for step in self.steps})
         if not self.steps:
             self._refuse_if_damaged()
 
@@ -168,37 +156,22 @@ class Checkpoints:
     @property
     def best_step(self) -> int | None:
         """The saved step with the highest best_metric, the last on a tie; None without any."""
-        values = self._evaluated(self._last_evaluation)
-        return max(values, key=lambda step: (values[step], step), default=None)
+        return self._ranking.best(self.steps)
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a step with these metrics must be kept as one of the best."""
-        if self.best_metric not in metrics:
-            return False
-        others = self._evaluated(self._evaluation).values()
-        return sum(other >= metrics[self.best_metric] for other in others) < self._keep_best
+        return self._ranking.is_among(self._keep_best, metrics, self.steps)
 
-    def _evaluated(self, evaluation: Mapping[str, Any]) -> dict[int, float]:
-        """The best_metric of the saved steps that have it from an evaluation like this one."""
-        values = {step: self._value(self._values.get(step, {}), evaluation) for step in self.steps}
-        return {step: value for step, value in values.items() if value > -math.inf}
-
-    def _value(self, metrics: Mapping[str, Any], evaluation: Mapping[str, Any]) -> float:
-        is_alike = not _differing(metrics.get(_EVALUATION, {}), evaluation)
-        return metrics.get(self.best_metric, -math.inf) if is_alike else -math.inf
-
-    def _set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Notes a step's metrics by this run's evaluation, which ranks the steps from now on."""
-        if self.best_metric in metrics:
-            before, self._last_evaluation = self._last_evaluation, self._evaluation
-            left = self._evaluated(before).keys() - self._evaluated(self._evaluation).keys()
-            if left and self._keep_best:
-                print_line(
-                    f"checkpoints {sorted(left)} in {self.folder} were evaluated with another "
-                    f"{', '.join(_differing(before, self._evaluation))} than step {step}; they are "
-                    "not compared with it, and no longer kept as the best"
-                )
-        self._values[step] = {**metrics, _EVALUATION: self._evaluation} if metrics else {}
+    def _rank(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """A step's metrics as they are stored; says which steps do not compare with them."""
+        left, differing = self._ranking.add(step, metrics, self.steps)
+        if left and self._keep_best:
+            print_line(
+                f"checkpoints {left} in {self.folder} were evaluated with another "
+                f"{', '.join(differing)} than step {step}; they are not compared with it, and no "
+                "longer kept as the best"
+            )
+        return self._ranking.stored[step]
 
     def save(
         self,
@@ -229,14 +202,14 @@ class Checkpoints:
         self._error, self._is_retry = None, self._error is not None
         self._manager.failure = None
         self._saving = step
-        self._set_metrics(step, metrics or {})
+        stored = self._rank(step, metrics or {})
         items: dict[str, Any] = {"state": ocp.args.StandardSave(state)}
         if in_flight is not None:
             progress["in_flight"] = in_flight.description
             items["in_flight"] = ocp.args.StandardSave(in_flight.arrays)
         items["progress"] = ocp.args.JsonSave(progress)
         with self._with_os_errors():
-            self._manager.save(step, args=ocp.args.Composite(**items), metrics=self._values[step])
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=stored)
 
     def has_failed(self) -> bool:
         """Whether the last save ended with an error; False while it goes on.
@@ -268,12 +241,12 @@ class Checkpoints:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a step that was evaluated after it was saved."""
         self.wait()
-        self._set_metrics(step, metrics)
+        stored = self._rank(step, metrics)
         if jax.process_index() == 0:
             # In the manager's format; the manager itself cannot change a saved step.
             folder = self.folder / str(step) / "metrics"
             folder.mkdir(exist_ok=True)
-            write_whole(folder / "metrics", json.dumps(self._values[step]))
+            write_whole(folder / "metrics", json.dumps(stored))
             integrity.update_manifest(self.folder / str(step), "metrics/metrics")
         distributed.gather_json(step)  # a barrier: the file is written
         self._manager.reload()
@@ -447,11 +420,6 @@ class Checkpoints:
         # A save that failed too must not hide the first error.
         with contextlib.suppress(*() if kind is None else (Exception,)):
             self.close()
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys of both that have other values."""
-    return sorted(key for key in one.keys() & other.keys() if one[key] != other[key])
 
 
 def _label(step: int | str) -> str:
