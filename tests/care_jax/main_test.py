@@ -88,6 +88,21 @@ def test_a_restart_of_rl_reads_its_cold_start_if_something_needs_it(
     assert is_shape and bool(jax.tree.leaves(read[-1])) == (not is_read)
 
 
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_unfinished_rollouts_are_checked_before_weights_are_read(
+    monkeypatch, opened, tmp_path, is_dry
+):
+    def check(run):
+        raise ValueError("another mesh")
+
+    monkeypatch.setattr(main.carry_over, "check_resumed", check)
+    monkeypatch.setattr(main.weights, "start_of", lambda *_: pytest.fail("weights were read"))
+    config = tiny.get_config()
+    config.stages = ("rl",)
+    with pytest.raises(ValueError, match="another mesh"):
+        main.run_stages(config, tmp_path, is_dry=is_dry)
+
+
 @pytest.mark.parametrize(
     ("saved", "expected"), [("", []), ("sft", ["start"]), ("rl", ["start", "sft"])]
 )

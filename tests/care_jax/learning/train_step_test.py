@@ -139,6 +139,27 @@ def corrected(policy, update_of, monkeypatch):
     return corrected
 
 
+@pytest.mark.parametrize(("is_aged", "share"), [(False, 0.5), (True, 0.0)])
+def test_routes_of_older_weights_are_not_compared(policy, update_of, monkeypatch, is_aged, share):
+    batch = update_of.batch(PLANS["a row per prompt"])
+    text = dataclasses.replace(policy.config.text, num_experts=2)
+
+    def score_rows(params, rows, config, options, routes):
+        chosen = jnp.zeros((*rows.tokens.shape, 1, 1), jnp.int16)
+        return *(jnp.where(rows.predictor >= 0, -params["w"], 0.0),) * 2, chosen
+
+    monkeypatch.setattr(sys.modules[train_step.__module__], "score_rows", score_rows)
+    is_older = jnp.arange(batch.rows.tokens.shape[1]) % 2 == 1  # every second token
+    is_older = jnp.broadcast_to(is_older, batch.rows.tokens.shape)
+    routes = is_older[..., None, None].astype(jnp.int16)  # they were routed otherwise
+    made = batch.replace(routes=routes, is_fresh=~is_older if is_aged else None)
+    fixed = dataclasses.replace(policy.config, text=text), SGD, Objective(None, 0.2, 0.2, 0.0)
+    step = functools.partial(train_step, microbatch_size=4)
+    state = init_state({"w": jnp.ones(())}, SGD)
+    run = jax.jit(lambda *args: step(*args, *fixed, ForwardOptions(jnp.float32)))
+    assert run(state, made)[1]["routes/differ"] == pytest.approx(share, abs=0.01)
+
+
 def drawn_otherwise(batch):
     """Ratios e^-1 to e: the first of a prompt's responses mostly above 1, the second below."""
     return batch.old_logp - 0.4 * (1 - 2 * batch.rows.branch) + 0.6 - (batch.rows.tokens % 5) * 0.3

@@ -321,6 +321,12 @@ def test_the_log_holds_no_images_of_the_draws(run_loop, monkeypatch):
     assert held == [None] * STEPS
 
 
+def test_the_log_holds_no_routes_of_the_draws(groups):
+    routes = np.zeros((*groups.rollouts.tokens.shape, 1, 1), np.int16)
+    routed = groups.replace(rollouts=groups.rollouts.replace(routes=routes))
+    assert rl._for_the_log(routed).rollouts.routes is None
+
+
 class SecondStepIsSkipped(Script):
     """No response of the second step has credit."""
 
